@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from bytefloor.errors import UnsupportedError
+import torch
+from torch import Tensor
+
+from bytefloor import formats
+from bytefloor.errors import FileError, ShapeError, UnsupportedError
 from bytefloor.formats.record import QuantFormat
 
-if TYPE_CHECKING:
-    from torch import Tensor
+# Parts whose rows each serve this many rows of the weight; every other part has one row per row, or one value in all.
+_ROWS_PER_SCALE_ROW = {"weight_scale_inv": 128}
+
+
+def find_format(name: str) -> QuantFormat | None:
+    """The record of a format by its name outside; None when this version cannot decode it."""
+    table: Mapping[str, QuantFormat] = getattr(formats, "FORMATS", {})
+    return table.get(name)
 
 
 @dataclass(frozen=True)
@@ -31,15 +41,87 @@ class StoredTensor:
     n_bytes: int
     read: Callable[[], dict[str, Tensor]] = field(repr=False)
 
+    @property
+    def n_rows(self) -> int:
+        """N: rows of the stored matrix, leading dimensions flattened."""
+        count = 1
+        for extent in self.shape[:-1]:
+            count *= extent
+        return count
+
     def require_format(self) -> QuantFormat:
         """The format, or UnsupportedError naming tensor and type."""
         if self.format is None:
-            raise UnsupportedError(f"tensor {self.name}: type {self.format_name} cannot be decoded by this version")
+            raise UnsupportedError(
+                f"tensor {self.name}: {self.format_name} cannot be decoded by this version; it needs a newer one"
+            )
         return self.format
 
     def decode(self) -> Tensor:
         """The exact float32 values, shaped as ``shape``."""
-        return self.require_format().decode(self.read()).reshape(self.shape)
+        return self._decode(self.read()).reshape(self.shape)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Float32 [n, K]: the rows ``ids`` (int64 [n]) alone, equal to ``decode()[ids]``, without decoding the rest."""
+        n_rows = self.n_rows
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n_rows):
+            raise ShapeError(f"tensor {self.name}: row {int(ids.max())} asked for, it has rows 0 to {n_rows - 1}")
+        if not ids.numel():
+            return torch.empty((0, self.shape[-1] if self.shape else 1))
+        parts = self.read()
+        shared = [_ROWS_PER_SCALE_ROW[name] for name in parts if name in _ROWS_PER_SCALE_ROW]
+        if shared:
+            return self._rows_by_band(parts, ids, shared[0])
+        return self._decode({name: _pick_rows(self.name, name, part, ids, n_rows) for name, part in parts.items()})
+
+    def row_slice(self, name: str, start: int, stop: int) -> StoredTensor:
+        """Rows start..stop as a tensor of its own: how row-concatenated projections come apart, without a copy."""
+        n_rows = self.n_rows
+        if not 0 <= start < stop <= n_rows:
+            raise ShapeError(f"tensor {self.name}: rows {start}..{stop} asked for, it has {n_rows}")
+
+        def read() -> dict[str, Tensor]:
+            return {part: _cut_rows(value, start, stop, n_rows) for part, value in self.read().items()}
+
+        n_bytes = self.n_bytes * (stop - start) // n_rows
+        return StoredTensor(name, (stop - start, *self.shape[1:]), self.format_name, self.format, n_bytes, read)
+
+    def _decode(self, parts: dict[str, Tensor]) -> Tensor:
+        record = self.require_format()
+        if 0 in self.shape:
+            raise FileError(f"tensor {self.name}: shape {list(self.shape)} has no elements to read")
+        try:
+            return record.decode(parts)
+        except FileError as error:
+            raise FileError(f"tensor {self.name}: {error}") from None
+
+    def _rows_by_band(self, parts: dict[str, Tensor], ids: Tensor, band: int) -> Tensor:
+        """A scale that spans ``band`` rows keeps its meaning only beside all of them: decode whole bands, then pick."""
+        out = torch.empty((ids.numel(), self.shape[-1]))
+        for number in torch.unique(ids // band).tolist():
+            rows = slice(number * band, (number + 1) * band)
+            chosen = ids // band == number
+            cut = {
+                name: part[number : number + 1] if name in _ROWS_PER_SCALE_ROW else part[rows]
+                for name, part in parts.items()
+            }
+            out[chosen] = self._decode(cut)[ids[chosen] - number * band]
+        return out
+
+
+def _pick_rows(tensor: str, name: str, part: Tensor, ids: Tensor, n_rows: int) -> Tensor:
+    if part.dim() and part.shape[0] == n_rows:
+        # Types of 8 bits other than integers cannot be indexed everywhere; their bytes can.
+        if part.dtype.itemsize == 1:
+            return part.view(torch.uint8)[ids].view(part.dtype)
+        return part[ids]
+    if part.numel() == 1:
+        return part
+    raise ShapeError(f"tensor {tensor}: part {name} has shape {list(part.shape)}, expected {n_rows} rows or one value")
+
+
+def _cut_rows(part: Tensor, start: int, stop: int, n_rows: int) -> Tensor:
+    return part[start:stop] if part.dim() and part.shape[0] == n_rows else part
 
 
 @dataclass(frozen=True)
@@ -51,6 +133,7 @@ class Checkpoint:
         ``language_model.model.``, ``model.language_model.``) is stripped, so ``layers.0.self_attn.q_proj.weight``,
         ``embed_tokens.weight``, ``norm.weight`` and ``lm_head.weight`` are found under one spelling.
     notices: what a user should be told: skipped vision towers, ignored extras.
+    directory: where tokenizer and generation settings lie beside safetensors; None for GGUF, which holds its own.
     """
 
     path: Path
@@ -58,3 +141,4 @@ class Checkpoint:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     notices: tuple[str, ...] = ()
+    directory: Path | None = None

@@ -1,0 +1,31 @@
+"""What one run of a step takes from the host. Plain lists: whoever plans a batch needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Copy page ``source`` to page ``target`` in the pool of one cache kind, all layers, before the step."""
+
+    kind: str
+    source: int
+    target: int
+
+
+@dataclass
+class Batch:
+    """T token rows of B sequences. Rows of one sequence are contiguous and ascend.
+
+    tokens, positions, slots, sequence: T numbers each. wanted: the R rows whose logits are asked for.
+    tables: for each cache kind, B rows of page ids.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    sequence: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    copies: list[PageCopy] = field(default_factory=list)

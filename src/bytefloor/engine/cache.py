@@ -1,0 +1,189 @@
+"""The cache as bookkeeping: which page holds which positions of which sequence. No tensors here.
+
+A ring of pages. Position p of a sequence lies, for each cache kind, in page ``table[(p // PAGE) % n_table]`` at offset
+p % PAGE. Pages are counted by reference, handed out just before they are written, copied on write when shared, and
+returned once they have fallen out of the window. Page 0 of every pool is the null page: padded rows write there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bytefloor.engine.batch import PageCopy
+from bytefloor.errors import CapacityError
+from bytefloor.model.step import CacheKind
+
+PAGE_SIZE = 64
+NULL_PAGE = 0
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How much cache there is.
+
+    capacity: positions a sequence may have. chunk: most rows of one sequence in one step. n_sequences: how many run
+    at once. n_snapshots: how many finished or forked prefixes can keep the windows of their sliding layers.
+    """
+
+    capacity: int
+    chunk: int
+    n_sequences: int = 1
+    n_snapshots: int = 4
+    page_size: int = PAGE_SIZE
+
+    def n_table(self, kind: CacheKind) -> int:
+        """Entries of a sequence's table: pages that capacity, or the window and a chunk at any alignment, can touch."""
+        whole = ceil_div(self.capacity, self.page_size)
+        if kind.window is None:
+            return whole
+        return min(whole, ceil_div(kind.window - 1 + self.chunk, self.page_size) + 1)
+
+    def n_pages(self, kind: CacheKind) -> int:
+        """Pages of the kind's pool, the null page included."""
+        held = self.n_table(kind) if kind.window is not None else 1
+        return self.n_sequences * self.n_table(kind) + self.n_snapshots * held + 1
+
+    def n_bytes(self, kind: CacheKind, n_layers: int) -> int:
+        """Bytes of the kind's pool."""
+        return self.n_pages(kind) * self.page_size * n_layers * kind.position_bytes
+
+
+class PagePool:
+    """The pages of one cache kind, by number."""
+
+    def __init__(self, name: str, n_pages: int) -> None:
+        self.name = name
+        self.n_pages = n_pages
+        self._references = [0] * n_pages
+        self._free = list(range(n_pages - 1, NULL_PAGE, -1))
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free page, now referenced once. CapacityError when there is none."""
+        if not self._free:
+            raise CapacityError(f"cache {self.name}: all {self.n_pages - 1} pages are in use")
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more owner."""
+        self._references[page] += 1
+
+    def release(self, page: int) -> None:
+        """One owner fewer; the last one returns the page."""
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        return self._references[page] > 1
+
+
+class SequenceCache:
+    """The pages of one sequence, over all kinds.
+
+    length: positions that are written. ``reserve`` before a step, ``commit`` after it.
+    """
+
+    def __init__(self, plan: CachePlan, kinds: Sequence[CacheKind], pools: dict[str, PagePool]) -> None:
+        self.plan = plan
+        self.kinds = tuple(kinds)
+        self.length = 0
+        self._pools = pools
+        self._pages: dict[str, dict[int, int]] = {kind.name: {} for kind in kinds}
+
+    def reserve(self, n_rows: int) -> list[PageCopy]:
+        """Make the next n_rows positions writable; returns the copies that must happen before they are written.
+
+        CapacityError when the sequence's capacity or a pool is exhausted; pages already taken stay with the sequence.
+        """
+        end = self.length + n_rows
+        if end > self.plan.capacity:
+            raise CapacityError(f"sequence would reach {end} positions, capacity is {self.plan.capacity}")
+        size = self.plan.page_size
+        copies = []
+        for kind in self.kinds:
+            pages, pool = self._pages[kind.name], self._pools[kind.name]
+            for index in range(self.length // size, ceil_div(end, size)):
+                if index not in pages:
+                    pages[index] = pool.take()
+                elif pool.is_shared(pages[index]):
+                    fresh = pool.take()
+                    copies.append(PageCopy(kind.name, pages[index], fresh))
+                    pool.release(pages[index])
+                    pages[index] = fresh
+        return copies
+
+    def commit(self, n_rows: int) -> None:
+        """The rows are written. Pages that no later row can see are returned."""
+        self.length += n_rows
+        for kind in self.kinds:
+            first = self._first_visible(kind, self.length) // self.plan.page_size
+            for index in [i for i in self._pages[kind.name] if i < first]:
+                self._pools[kind.name].release(self._pages[kind.name].pop(index))
+
+    @staticmethod
+    def _first_visible(kind: CacheKind, length: int) -> int:
+        """The oldest position that a row at position ``length`` sees."""
+        return 0 if kind.window is None else max(0, length - kind.window + 1)
+
+    def can_rewind(self, length: int) -> bool:
+        """Whether all that a row at this position would see is still held."""
+        if not 0 <= length <= self.length:
+            return False
+        size = self.plan.page_size
+        for kind in self.kinds:
+            needed = range(self._first_visible(kind, length) // size, ceil_div(length, size))
+            if any(index not in self._pages[kind.name] for index in needed):
+                return False
+        return True
+
+    def rewind(self, length: int) -> None:
+        """Forget the positions from ``length`` on. CapacityError where sliding layers no longer hold their window."""
+        if not self.can_rewind(length):
+            raise CapacityError(f"cannot rewind from {self.length} to {length}: its window has been returned")
+        self.length = length
+        for kind in self.kinds:
+            for index in [i for i in self._pages[kind.name] if i * self.plan.page_size >= length]:
+                self._pools[kind.name].release(self._pages[kind.name].pop(index))
+
+    def fork(self) -> SequenceCache:
+        """A second owner of the same positions; whichever writes into a shared page first copies it."""
+        twin = SequenceCache(self.plan, self.kinds, self._pools)
+        twin.length = self.length
+        for kind in self.kinds:
+            for index, page in self._pages[kind.name].items():
+                self._pools[kind.name].share(page)
+                twin._pages[kind.name][index] = page
+        return twin
+
+    def free(self) -> None:
+        """Return every page."""
+        self.length = 0
+        for kind in self.kinds:
+            for page in self._pages[kind.name].values():
+                self._pools[kind.name].release(page)
+            self._pages[kind.name].clear()
+
+    def table(self, kind: CacheKind) -> list[int]:
+        """Page ids in ring order; the null page where nothing is held."""
+        n_table = self.plan.n_table(kind)
+        ring = [NULL_PAGE] * n_table
+        for index, page in self._pages[kind.name].items():
+            ring[index % n_table] = page
+        return ring
+
+
+def make_pools(plan: CachePlan, kinds: Sequence[CacheKind]) -> dict[str, PagePool]:
+    """One pool a kind."""
+    return {kind.name: PagePool(kind.name, plan.n_pages(kind)) for kind in kinds}

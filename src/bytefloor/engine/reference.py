@@ -1,0 +1,210 @@
+"""The reference executor: walks a step and runs each op's reference. The oracle, and the CPU back end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.memory import check_memory
+from bytefloor.errors import FileError
+from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
+from bytefloor.model.weights import Weight
+
+Observer = Callable[[OpCall, Tensor], None]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How exactly to compute.
+
+    compute: dtype of activations and cache, float32 or float64. weights: dtype of matrices; bfloat16 halves the bytes
+    a token reads on a CPU, and rounds activations to bfloat16 at every product. rounds: whether the roundings that
+    the list carries take place.
+    """
+
+    compute: torch.dtype = torch.float32
+    weights: torch.dtype = torch.float32
+    rounds: bool = True
+
+
+class StoredRows:
+    """A table left in the file: indexing it decodes just the rows asked for."""
+
+    def __init__(self, weight: Weight, compute: torch.dtype, device: torch.device) -> None:
+        self._stored, self._compute, self._device = weight.stored, compute, device
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self._stored.rows(ids.cpu()).to(device=self._device, dtype=self._compute)
+
+
+class DenseRows:
+    """A table that a product needs as a matrix anyway; rows come out in the dtype of activations."""
+
+    def __init__(self, table: Tensor, compute: torch.dtype) -> None:
+        self._table, self._compute = table, compute
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self._table[ids].to(self._compute)
+
+
+class ReferenceExecutor:
+    """Runs a step on a torch device.
+
+    step: the list. plan: how much cache to allocate. progress: called with (bytes done, bytes in all) while loading.
+    CapacityError with both numbers when weights and cache do not fit in memory.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        plan: CachePlan,
+        *,
+        device: str | torch.device = "cpu",
+        precision: Precision | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.step = step
+        self.plan = plan
+        self.precision = precision or Precision()
+        self.device = torch.device(device)
+        check_memory(self.weight_bytes(), self.cache_bytes(), self.device)
+        self._tensors = self._load(progress)
+        self.pools = {kind.name: self._allocate(kind) for kind in step.kinds}
+        self._calls = [self._bind(call) for call in step.calls]
+        self._last_use = self._find_last_uses()
+
+    # --- what it takes
+
+    def weight_bytes(self) -> int:
+        """Bytes of the decoded weights that are kept in memory."""
+        return sum(self._kept_bytes(weight) for weight in self._dense_weights())
+
+    def cache_bytes(self) -> int:
+        """Bytes of the page pools."""
+        factor = self.precision.compute.itemsize
+        return sum(
+            self.plan.n_pages(kind) * self._page_elements(kind) * self.step.n_cache_layers[kind.name] * factor
+            for kind in self.step.kinds
+        )
+
+    def _page_elements(self, kind: CacheKind) -> int:
+        return 2 * kind.n_kv_heads * self.plan.page_size * kind.head_size
+
+    def _dense_weights(self) -> list[Weight]:
+        """Those that some op needs whole; a table that is only gathered from stays in the file."""
+        weights = {id(w): w for call in self.step.calls if call.op.name != "embed" for w in call.weights}
+        return list(weights.values())
+
+    def _dtype(self, weight: Weight) -> torch.dtype:
+        return self.precision.weights if len(weight.shape) == 2 else self.precision.compute
+
+    def _kept_bytes(self, weight: Weight) -> int:
+        n = 1
+        for axis in weight.shape:
+            n *= axis
+        return n * self._dtype(weight).itemsize
+
+    # --- loading
+
+    def _load(self, progress: Progress | None) -> dict[int, Any]:
+        dense = self._dense_weights()
+        total = sum(weight.n_bytes for weight in dense)
+        tensors: dict[int, Any] = {}
+        done = 0
+        for weight in dense:
+            values = weight.load()
+            if not bool(torch.isfinite(values).all()):
+                raise FileError(f"tensor {weight.stored.name} holds values that are not finite")
+            tensors[id(weight)] = values.to(device=self.device, dtype=self._dtype(weight))
+            done += weight.n_bytes
+            if progress is not None:
+                progress(done, total)
+        return tensors
+
+    def _allocate(self, kind: CacheKind) -> Tensor:
+        shape = (
+            self.step.n_cache_layers[kind.name],
+            self.plan.n_pages(kind),
+            2,
+            kind.n_kv_heads,
+            self.plan.page_size,
+            kind.head_size,
+        )
+        return torch.empty(shape, dtype=self.precision.compute, device=self.device)
+
+    # --- binding: everything that does not change from step to step is looked up once
+
+    def _bind(self, call: OpCall) -> tuple[OpCall, dict[str, Any], list[tuple[str, int]]]:
+        constants: dict[str, Any] = dict(call.attributes)
+        sources: list[tuple[str, int]] = []
+        for name, operand in call.operands.items():
+            if isinstance(operand, Buffer):
+                sources.append((name, operand.id))
+            elif call.op.name == "embed":
+                constants[name] = self._rows(operand)
+            else:
+                constants[name] = self._tensors[id(operand)]
+        if call.cache is not None:
+            constants["cache"] = self.pools[call.cache.kind.name][call.cache.index]
+        if not self.precision.rounds:
+            constants.update({key: "float32" for key in ("to", "storage") if key in constants})
+        return call, constants, sources
+
+    def _rows(self, weight: Weight) -> StoredRows | DenseRows:
+        dense = self._tensors.get(id(weight))
+        if dense is None:
+            return StoredRows(weight, self.precision.compute, self.device)
+        return DenseRows(dense, self.precision.compute)
+
+    def _find_last_uses(self) -> list[list[int]]:
+        """For each call, the buffers that nothing after it reads."""
+        last: dict[int, int] = {}
+        for index, (_, _, sources) in enumerate(self._calls):
+            for _, buffer_id in sources:
+                last[buffer_id] = index
+        ends: list[list[int]] = [[] for _ in self._calls]
+        inputs = {buffer.id for buffer in (*self.step.inputs.values(), *self.step.tables.values())}
+        for buffer_id, index in last.items():
+            if buffer_id not in inputs:
+                ends[index].append(buffer_id)
+        return ends
+
+    # --- running
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, observe: Observer | None = None) -> Tensor:
+        """Logits [R, V] in the compute dtype. observe: sees every call's output as it is made."""
+        for copy in batch.copies:
+            self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
+        values = self._inputs(batch)
+        for (call, constants, sources), ends in zip(self._calls, self._last_use, strict=True):
+            result = call.op.reference(**constants, **{name: values[source] for name, source in sources})
+            if call.output is not None:
+                values[call.output.id] = result
+                if observe is not None:
+                    observe(call, result)
+            for buffer_id in ends:
+                values.pop(buffer_id, None)
+        return values[self.step.logits.id]
+
+    def _inputs(self, batch: Batch) -> dict[int, Tensor]:
+        values = {
+            buffer.id: torch.tensor(getattr(batch, name), dtype=torch.int64, device=self.device)
+            for name, buffer in self.step.inputs.items()
+        }
+        for name, buffer in self.step.tables.items():
+            values[buffer.id] = torch.tensor(batch.tables[name], dtype=torch.int64, device=self.device)
+        return values
+
+    def poison(self, value: float = float("nan")) -> None:
+        """Fill the whole cache: a test's way to see that nothing outside the live band is read."""
+        for pool in self.pools.values():
+            pool.fill_(value)
+

@@ -1,0 +1,53 @@
+"""Teacher-forced scoring: what the model says at every position of a text that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import SequenceCache, make_pools
+from bytefloor.engine.reference import ReferenceExecutor
+
+
+def append_rows(
+    batch: Batch, cache: SequenceCache, ids: Sequence[int], wants: Sequence[bool], executor_kinds: Sequence
+) -> None:
+    """Add rows of one sequence to a batch: reserves their pages, and appends its table."""
+    batch.copies.extend(cache.reserve(len(ids)))
+    index = max(batch.sequence, default=-1) + 1
+    for offset, (token, wanted) in enumerate(zip(ids, wants, strict=True)):
+        if wanted:
+            batch.wanted.append(len(batch.tokens))
+        batch.tokens.append(token)
+        batch.positions.append(cache.length + offset)
+        batch.slots.append(cache.length + offset)
+        batch.sequence.append(index)
+    for kind in executor_kinds:
+        batch.tables.setdefault(kind.name, []).append(cache.table(kind))
+
+
+def score_chunks(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
+    """Logits [n, V] of consecutive chunks of a text; row i predicts token i + 1. Starts from an empty cache."""
+    pools = make_pools(executor.plan, executor.step.kinds)
+    cache = SequenceCache(executor.plan, executor.step.kinds, pools)
+    for start in range(0, len(ids), chunk):
+        rows = ids[start : start + chunk]
+        batch = Batch()
+        append_rows(batch, cache, rows, [True] * len(rows), executor.step.kinds)
+        yield executor.run(batch)
+        cache.commit(len(rows))
+
+
+def token_nll(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Tensor:
+    """Negative log-likelihood, nats, of ids[1:], float64 [T - 1]."""
+    parts = []
+    start = 0
+    for logits in score_chunks(executor, ids, chunk):
+        targets = torch.tensor(ids[start + 1 : start + 1 + logits.shape[0]], device=logits.device)
+        log_probabilities = logits[: len(targets)].double().log_softmax(-1)
+        parts.append(-log_probabilities.gather(1, targets[:, None])[:, 0])
+        start += logits.shape[0]
+    return torch.cat(parts).cpu()

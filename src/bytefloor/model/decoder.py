@@ -1,0 +1,117 @@
+"""The forward pass of every family, in the order in which it happens."""
+
+from __future__ import annotations
+
+from bytefloor.model.config import LayerConfig, ModelConfig, Rounding
+from bytefloor.model.step import Buffer, CacheKind, CacheLayer, Step, StepBuilder
+from bytefloor.model.weights import LayerWeights, ModelWeights
+
+
+def build_step(c: ModelConfig, w: ModelWeights, rounding: Rounding) -> Step:
+    """The list of one step: T token rows in, logits [R, V] of the wanted rows out."""
+    caches, n_layers = assign_caches(c, rounding.cache)
+    s = StepBuilder(tuple(dict.fromkeys(cache.kind for cache in caches)), n_layers)
+    s.part = "embedding"
+    x = s.embed(s.inputs["tokens"], w.embedding, c.embedding_scale)
+    per_layer = per_layer_inputs(s, c, w, x, rounding) if c.per_layer_width else None
+    for index, (layer, lw) in enumerate(zip(c.layers, w.layers, strict=True)):
+        s.part = f"layers.{index}.attention"
+        x = attention_block(s, c, layer, lw, caches[index], x, rounding)
+        s.part = f"layers.{index}.mlp"
+        x = mlp_block(s, c, lw, x, rounding)
+        if per_layer is not None:
+            s.part = f"layers.{index}.per_layer"
+            x = per_layer_block(s, c, lw, x, s.select(per_layer, index), rounding)
+        if lw.scalar is not None:
+            x = s.scale(x, weight=lw.scalar)
+    s.part = "head"
+    x = s.gather_rows(x, s.inputs["wanted"])
+    x = s.round_to(s.rms_norm(x, w.final_norm, c.eps), rounding.activations)
+    logits = s.linear(x, w.head)
+    if c.logit_soft_cap is not None:
+        logits = s.soft_cap(logits, c.logit_soft_cap)
+    return s.finish(logits)
+
+
+def attention_block(
+    s: StepBuilder, c: ModelConfig, layer: LayerConfig, w: LayerWeights, cache: CacheLayer, x: Buffer, rounding: Rounding
+) -> Buffer:
+    """x + norm(o(attention(rope(norm(q)), rope(norm(k)), v)))"""
+    h = s.round_to(s.rms_norm(x, w.input_norm, c.eps), rounding.activations)
+    q = s.view(s.linear(h, w.q), layer.n_heads, layer.head_size)
+    if w.q_norm is not None:
+        q = s.rms_norm(q, w.q_norm, c.eps)
+    if layer.rope is not None:
+        q = s.rope(q, layer.rope.style, layer.rope.inverse_frequencies)
+    if w.k is not None:
+        write_keys_and_values(s, c, layer, w, cache, h)
+    attended = s.attention(cache, q, layer.attention_scale)
+    flat = s.round_to(s.view(attended, layer.n_heads * layer.head_size), rounding.activations)
+    out = s.linear(flat, w.o)
+    if w.post_attention_norm is not None:
+        out = s.rms_norm(out, w.post_attention_norm, c.eps)
+    return s.add(x, out)
+
+
+def write_keys_and_values(
+    s: StepBuilder, c: ModelConfig, layer: LayerConfig, w: LayerWeights, cache: CacheLayer, h: Buffer
+) -> None:
+    """The norm of K comes before RoPE: a weight per channel does not commute with turning pairs of them."""
+    assert w.k is not None
+    k = s.view(s.linear(h, w.k), layer.n_kv_heads, layer.head_size)
+    v = k if w.v is None else s.view(s.linear(h, w.v), layer.n_kv_heads, layer.head_size)
+    if w.k_norm is not None:
+        k = s.rms_norm(k, w.k_norm, c.eps)
+    if c.has_v_norm:
+        v = s.rms_norm(v, None, c.eps)
+    if layer.rope is not None:
+        k = s.rope(k, layer.rope.style, layer.rope.inverse_frequencies)
+    s.cache_write(cache, k, v)
+
+
+def mlp_block(s: StepBuilder, c: ModelConfig, w: LayerWeights, x: Buffer, rounding: Rounding) -> Buffer:
+    """x + norm(down(act(gate(h)) * up(h))), h = norm(x)"""
+    h = s.round_to(s.rms_norm(x, w.ffn_norm, c.eps), rounding.activations)
+    hidden = s.glu(s.linear(h, w.gate), s.linear(h, w.up), c.activation)
+    out = s.linear(s.round_to(hidden, rounding.activations), w.down)
+    if w.post_ffn_norm is not None:
+        out = s.rms_norm(out, w.post_ffn_norm, c.eps)
+    return s.add(x, out)
+
+
+def per_layer_inputs(s: StepBuilder, c: ModelConfig, w: ModelWeights, x: Buffer, rounding: Rounding) -> Buffer:
+    """[T, L, P]: (token's own row + norm(projection of x)) / sqrt(2), for all layers at once."""
+    assert w.per_layer_embedding is not None and w.per_layer_model_projection is not None
+    n_layers, p = len(c.layers), c.per_layer_width
+    s.part = "per_layer_inputs"
+    own = s.view(s.embed(s.inputs["tokens"], w.per_layer_embedding, p**0.5), n_layers, p)
+    projected = s.linear(s.round_to(x, rounding.activations), w.per_layer_model_projection)
+    projected = s.view(s.scale(projected, c.width**-0.5), n_layers, p)
+    return s.scale(s.add(s.rms_norm(projected, w.per_layer_projection_norm, c.eps), own), 2**-0.5)
+
+
+def per_layer_block(
+    s: StepBuilder, c: ModelConfig, w: LayerWeights, x: Buffer, slice_: Buffer, rounding: Rounding
+) -> Buffer:
+    """x + norm(projection(act(gate(x)) * slice))"""
+    assert w.per_layer_gate is not None and w.per_layer_projection is not None
+    gate = s.linear(s.round_to(x, rounding.activations), w.per_layer_gate)
+    gated = s.round_to(s.glu(gate, slice_, c.activation), rounding.activations)
+    out = s.rms_norm(s.linear(gated, w.per_layer_projection), w.post_per_layer_norm, c.eps)
+    return s.add(x, out)
+
+
+def assign_caches(c: ModelConfig, storage: str) -> tuple[list[CacheLayer], dict[str, int]]:
+    """Each layer's cache. Layers that own one are numbered within their kind; a sharing layer gets its source's."""
+    counts: dict[str, int] = {}
+    caches: list[CacheLayer] = []
+    for index, layer in enumerate(c.layers):
+        if layer.kv_source != index:
+            caches.append(caches[layer.kv_source])
+            continue
+        span = "global" if layer.window is None else f"sliding{layer.window}"
+        name = f"{span}.{layer.n_kv_heads}x{layer.head_size}"
+        kind = CacheKind(name, layer.n_kv_heads, layer.head_size, layer.window, storage)
+        caches.append(CacheLayer(kind, counts.get(kind.name, 0)))
+        counts[kind.name] = counts.get(kind.name, 0) + 1
+    return caches, counts

@@ -1,0 +1,223 @@
+"""A step: one forward pass as plain data, and the builder whose calls append to it.
+
+Rows are symbolic: T token rows, R of them wanting logits, B sequences. The same list serves decoding, prefill,
+batches and the oracle. Shapes are checked as calls are appended, which is when a model is bound; nothing checks them
+again at each launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bytefloor import ops
+from bytefloor.model.weights import Weight
+from bytefloor.ops.op import Axis, Op, Sizes, n_elements
+
+FLOAT_BYTES = 4
+STORAGE_BYTES = {"float32": 4, "bf16": 2}
+INPUTS: dict[str, tuple[Axis, ...]] = {
+    "tokens": ("T",),
+    "positions": ("T",),
+    "slots": ("T",),
+    "sequence": ("T",),
+    "wanted": ("R",),
+}
+"""What every step takes from the host, all int64: token ids, their positions (RoPE), their slots (cache, mask), the
+sequence each row belongs to, and the rows that want logits. Page tables, one a cache kind, come beside them."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A value that exists while a step runs: an input, or the output of one call."""
+
+    id: int
+    name: str
+    shape: tuple[Axis, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """Layers whose keys and values have one shape and one window share a pool of pages and a table."""
+
+    name: str
+    n_kv_heads: int
+    head_size: int
+    window: int | None
+    storage: str = "float32"
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of keys and values of one position in one layer."""
+        return 2 * self.n_kv_heads * self.head_size * STORAGE_BYTES[self.storage]
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer's place in the pool of its kind."""
+
+    kind: CacheKind
+    index: int
+
+
+Operands = Mapping[str, Buffer | Weight]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One line of the list: which op, on what, giving what.
+
+    part: where in the model it stands (``layers.3.attention``), for profiles and for naming a wrong op.
+    cache: the layer it reads or writes, for the ops that do.
+    sizes: what each letter of the op's shapes is bound to.
+    replaces: for a fused call, the plain calls it stands for.
+    """
+
+    op: Op
+    part: str
+    operands: Operands
+    attributes: Mapping[str, Any]
+    output: Buffer | None
+    sizes: Mapping[str, Axis]
+    cache: CacheLayer | None = None
+    replaces: tuple[OpCall, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(operand for operand in self.operands.values() if isinstance(operand, Weight))
+
+    def read_bytes(self, sizes: Sizes) -> int:
+        """Bytes this call must read. sizes: T, R, B and S, the number of live cache positions a sequence."""
+        bound = dict(sizes)
+        for letter, axis in self.sizes.items():
+            if isinstance(axis, int) or axis in sizes:
+                bound[letter] = axis if isinstance(axis, int) else sizes[axis]
+        weight_bytes = sum(weight.n_bytes for weight in self.weights)
+        if self.op.read_bytes is not None:
+            return self.op.read_bytes(bound, self.attributes, weight_bytes)
+        buffers = (operand for operand in self.operands.values() if isinstance(operand, Buffer))
+        return weight_bytes + sum(FLOAT_BYTES * n_elements(buffer.shape, sizes) for buffer in buffers)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The finished list. Everything else in the project is a walk over ``calls``."""
+
+    calls: tuple[OpCall, ...]
+    inputs: Mapping[str, Buffer]
+    tables: Mapping[str, Buffer]
+    logits: Buffer
+    kinds: tuple[CacheKind, ...]
+    n_cache_layers: Mapping[str, int]
+
+
+@dataclass
+class StepBuilder:
+    """Turns ordinary-looking calls into a list. No call computes."""
+
+    kinds: tuple[CacheKind, ...]
+    n_cache_layers: Mapping[str, int]
+    calls: list[OpCall] = field(default_factory=list)
+    part: str = ""
+    _n_buffers: int = 0
+
+    def __post_init__(self) -> None:
+        self.inputs = {name: self._buffer(name, shape, "int64") for name, shape in INPUTS.items()}
+        self.tables = {
+            kind.name: self._buffer(f"table.{kind.name}", ("B", f"P.{kind.name}"), "int64") for kind in self.kinds
+        }
+
+    def _buffer(self, name: str, shape: tuple[Axis, ...], dtype: str = "float32") -> Buffer:
+        self._n_buffers += 1
+        return Buffer(self._n_buffers - 1, name, shape, dtype)
+
+    def _append(
+        self,
+        op: Op,
+        operands: dict[str, Buffer | Weight | None],
+        attributes: dict[str, Any] | None = None,
+        cache: CacheLayer | None = None,
+        shape: tuple[Axis, ...] | None = None,
+    ) -> Buffer:
+        present = {name: operand for name, operand in operands.items() if operand is not None}
+        letters = op.bind({name: operand.shape for name, operand in present.items()})
+        if op.outputs:
+            shape = op.infer(letters)[op.outputs[0].name]
+        output = None if shape is None else self._buffer(f"{self.part}.{op.name}", shape)
+        if cache is not None:
+            kind = cache.kind
+            letters |= {"J": kind.n_kv_heads, "E": kind.head_size, "C": STORAGE_BYTES[kind.storage]}
+        self.calls.append(OpCall(op, self.part, present, attributes or {}, output, letters, cache))
+        return output  # type: ignore[return-value]  # only cache_write has none, and its caller takes none
+
+    def embed(self, tokens: Buffer, table: Weight, scale: float) -> Buffer:
+        """[T] -> [T, D]"""
+        return self._append(ops.embed.OP, {"tokens": tokens, "table": table}, {"scale": scale})
+
+    def rms_norm(self, x: Buffer, weight: Weight | None, eps: float) -> Buffer:
+        """[..., D] -> [..., D]"""
+        return self._append(ops.rms_norm.OP, {"x": x, "weight": weight}, {"eps": eps})
+
+    def linear(self, x: Buffer, weight: Weight) -> Buffer:
+        """[T, K] -> [T, N]"""
+        return self._append(ops.linear.OP, {"x": x, "weight": weight})
+
+    def round_to(self, x: Buffer, to: str | None) -> Buffer:
+        """Appends nothing where no rounding is asked for."""
+        return x if to is None else self._append(ops.round_to.OP, {"x": x}, {"to": to})
+
+    def rope(self, x: Buffer, style: str, inverse_frequencies: tuple[float, ...]) -> Buffer:
+        """[T, H, E] -> [T, H, E]"""
+        attributes = {"style": style, "inverse_frequencies": inverse_frequencies}
+        return self._append(ops.rope.OP, {"x": x, "positions": self.inputs["positions"]}, attributes)
+
+    def cache_write(self, cache: CacheLayer, k: Buffer, v: Buffer) -> None:
+        """Two [T, J, E] into the pages."""
+        operands: dict[str, Buffer | Weight | None] = {"k": k, "v": v, **self._places(cache)}
+        self._append(ops.cache_write.OP, operands, {"storage": cache.kind.storage}, cache)
+
+    def attention(self, cache: CacheLayer, q: Buffer, scale: float) -> Buffer:
+        """[T, H, E] -> [T, H, E]"""
+        operands: dict[str, Buffer | Weight | None] = {"q": q, **self._places(cache)}
+        return self._append(ops.attention.OP, operands, {"scale": scale, "window": cache.kind.window}, cache)
+
+    def _places(self, cache: CacheLayer) -> dict[str, Buffer]:
+        return {
+            "slots": self.inputs["slots"],
+            "sequence": self.inputs["sequence"],
+            "table": self.tables[cache.kind.name],
+        }
+
+    def glu(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
+        """Two [T, F] -> [T, F]"""
+        return self._append(ops.glu.OP, {"gate": gate, "up": up}, {"activation": activation})
+
+    def add(self, a: Buffer, b: Buffer) -> Buffer:
+        """Same shapes"""
+        return self._append(ops.add.OP, {"a": a, "b": b})
+
+    def scale(self, x: Buffer, factor: float = 1.0, weight: Weight | None = None) -> Buffer:
+        """Same shape"""
+        return self._append(ops.scale.OP, {"x": x, "weight": weight}, {"factor": factor})
+
+    def soft_cap(self, x: Buffer, cap: float) -> Buffer:
+        """[R, V] -> [R, V]"""
+        return self._append(ops.soft_cap.OP, {"x": x}, {"cap": cap})
+
+    def gather_rows(self, x: Buffer, rows: Buffer) -> Buffer:
+        """[T, D] -> [R, D]"""
+        return self._append(ops.gather_rows.OP, {"x": x, "rows": rows})
+
+    def select(self, x: Buffer, index: int) -> Buffer:
+        """[T, L, P] -> [T, P]"""
+        return self._append(ops.select.OP, {"x": x}, {"index": index})
+
+    def view(self, x: Buffer, *row_shape: int) -> Buffer:
+        """Another shape for each row; the first axis stays."""
+        return self._append(ops.view.OP, {"x": x}, {"shape": row_shape}, shape=(x.shape[0], *row_shape))
+
+    def finish(self, logits: Buffer) -> Step:
+        """Close the list."""
+        return Step(tuple(self.calls), self.inputs, self.tables, logits, self.kinds, self.n_cache_layers)

@@ -1,0 +1,39 @@
+"""How things are computed: one operation a file, each with its record, OP, and its reference."""
+
+from bytefloor.ops import (
+    add,
+    attention,
+    cache_write,
+    embed,
+    gather_rows,
+    glu,
+    linear,
+    rms_norm,
+    rope,
+    round_to,
+    scale,
+    select,
+    soft_cap,
+    view,
+)
+from bytefloor.ops.op import Op
+
+OPS: dict[str, Op] = {
+    module.OP.name: module.OP
+    for module in (
+        add,
+        attention,
+        cache_write,
+        embed,
+        gather_rows,
+        glu,
+        linear,
+        rms_norm,
+        rope,
+        round_to,
+        scale,
+        select,
+        soft_cap,
+        view,
+    )
+}

@@ -1,0 +1,47 @@
+"""round_to: what an activation becomes when a product takes it in a narrower type.
+
+x float32 [..., K] -> the same values after a trip through ``to``: ``bf16``; ``int8_g32``, codes in groups of 32 along K with scale
+absmax / 127; ``float32``, which changes nothing. The list says where rounding happens, so that the reference can run
+with it and without it, and the difference is what it costs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bytefloor.errors import UnsupportedError
+from bytefloor.ops.op import Case, Op, Operand
+
+GROUP = 32
+
+
+def round_to(x: Tensor, to: str) -> Tensor:
+    """Values of x that survive the narrower type, in x's own dtype."""
+    if to == "float32":
+        return x
+    if to == "bf16":
+        return x.to(torch.bfloat16).to(x.dtype)
+    if to == "int8_g32":
+        return _round_int8(x)
+    raise UnsupportedError(f"round_to: {to} is not a rounding this version knows (float32, bf16, int8_g32)")
+
+
+def _round_int8(x: Tensor) -> Tensor:
+    """A last group shorter than 32 is padded with zeros: they do not move its maximum."""
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    scale = padded.abs().amax(dim=-1, keepdim=True) / 127
+    codes = torch.where(scale > 0, padded / scale, 0).round()
+    return (codes * scale).flatten(-2)[..., :width]
+
+
+OP = Op(
+    name="round_to",
+    operands=(Operand("x", ("...", "K")),),
+    outputs=(Operand("out", ("...", "K")),),
+    attributes=("to",),
+    reference=round_to,
+    is_rounding=True,
+    cases=(Case({"T": 3, "K": 64}, {"to": "int8_g32"}), Case({"T": 2, "K": 40}, {"to": "bf16"})),
+)
