@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -12,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import tiny_gguf
 import tiny_mlx
@@ -27,13 +30,25 @@ from tiny import (
 )
 from tiny_variants import VARIANTS, WINDOW
 
+Tiny = Callable[[str], TinyModel]
+
 IDS = prompt_ids(40)
 WINDOWED = tuple(name for name in TINY_NAMES if name.startswith("gemma") and not VARIANTS[name].weights)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small only wait for a second thread."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    root = tmp_path_factory.mktemp("tiny")
+    return functools.cache(lambda name: build_tiny(name, root))
 
 
 def assert_same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
@@ -41,8 +56,8 @@ def assert_same_logits(found: torch.Tensor, expected: torch.Tensor, tolerance: f
 
 
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_logits_tell_models_apart(name: str, root: Path) -> None:
-    model = build_tiny(name, root)
+def test_logits_tell_models_apart(name: str, tiny: Tiny) -> None:
+    model = tiny(name)
     logits = reference_logits(model, IDS)
     assert logits.shape == (len(IDS), model.config.vocab_size)
     assert logits.isfinite().all()
@@ -53,19 +68,19 @@ def test_logits_tell_models_apart(name: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_attention_is_not_uniform(name: str, root: Path) -> None:
-    model = build_tiny(name, root)
+def test_attention_is_not_uniform(name: str, tiny: Tiny) -> None:
+    model = tiny(name)
     with torch.inference_mode():
         out = model.reference(input_ids=torch.tensor([IDS]), output_attentions=True, use_cache=False)
     for layer in out.attentions:
         row = layer[0, :, -1]
         n_seen = int((row > 0).any(0).sum())
-        assert row.amax(-1).mean() > 2.0 / n_seen
+        assert row.amax(-1).mean() > 1.5 / n_seen
 
 
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_norms_and_scalars_are_neither_zero_nor_one(name: str, root: Path) -> None:
-    for key, tensor in own_tensors(build_tiny(name, root).reference).items():
+def test_norms_and_scalars_are_neither_zero_nor_one(name: str, tiny: Tiny) -> None:
+    for key, tensor in own_tensors(tiny(name).reference).items():
         if tensor.dim() == 1 and tensor.numel() > 1:
             assert tensor.std() > 0.01, key
         if key.endswith("layer_scalar"):
@@ -81,8 +96,8 @@ def with_window(model: TinyModel, window: int) -> TinyModel:
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_the_window_matters_and_counts_the_current_token(name: str, root: Path) -> None:
-    model = build_tiny(name, root)
+def test_the_window_matters_and_counts_the_current_token(name: str, tiny: Tiny) -> None:
+    model = tiny(name)
     expected = reference_logits(model, IDS)
     everything = reference_logits(with_window(model, 512), IDS)
     assert_same_logits(everything[:WINDOW], expected[:WINDOW])
@@ -90,9 +105,9 @@ def test_the_window_matters_and_counts_the_current_token(name: str, root: Path) 
 
 
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_transformers_reads_the_directory_alike(name: str, root: Path) -> None:
+def test_transformers_reads_the_directory_alike(name: str, tiny: Tiny) -> None:
     """Every respelling of config.json means the same model to the library that made it."""
-    model = build_tiny(name, root)
+    model = tiny(name)
     if VARIANTS[name].prefix == "model.":
         loaded = AutoModelForCausalLM.from_pretrained(model.directory, attn_implementation="eager").float().eval()
     else:
@@ -121,26 +136,25 @@ def test_files_are_the_same_every_time(name: str, dtype: torch.dtype, tmp_path: 
     assert {t.dtype for t in load_file(first.directory / "model.safetensors").values()} == {dtype}
 
 
-def test_bfloat16_directory_and_reference_agree(root: Path) -> None:
-    model = build_tiny("llama", root, torch.bfloat16)
+def test_bfloat16_directory_and_reference_agree(tmp_path: Path) -> None:
+    model = build_tiny("llama", tmp_path, torch.bfloat16)
     stored = load_file(model.directory / "model.safetensors")
     for key, tensor in own_tensors(model.reference).items():
         assert torch.equal(tensor, stored[stored_name(key, model.prefix)].float())
     assert json.loads((model.directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_overflow_variant_leaves_the_float16_range(root: Path) -> None:
-    model = build_tiny("gemma3-overflow", root)
-    peaks = []
-    for layer in model.reference.model.layers:
-        layer.register_forward_hook(lambda _m, _i, out: peaks.append(float(out.abs().max())))
-    assert reference_logits(model, IDS).isfinite().all()
-    assert max(peaks) > 65504
+def test_overflow_variant_leaves_the_float16_range(tiny: Tiny) -> None:
+    model = tiny("gemma3-overflow")
+    with torch.inference_mode():
+        out = model.reference(input_ids=torch.tensor([IDS]), output_hidden_states=True, use_cache=False)
+    assert out.logits.isfinite().all()
+    assert max(float(hidden.abs().max()) for hidden in out.hidden_states) > 65504
 
 
-def test_llama3_scaling_has_all_three_bands(root: Path) -> None:
+def test_llama3_scaling_has_all_three_bands(tiny: Tiny) -> None:
     for name, factor in (("llama3-rope", 8.0), ("llama3-rope-type", 32.0)):
-        model = build_tiny(name, root)
+        model = tiny(name)
         factors = torch.tensor(tiny_gguf.rope_factors(model.config, model.family))
         assert factors.min() == 1.0
         assert factors.max() == factor
@@ -150,9 +164,9 @@ def test_llama3_scaling_has_all_three_bands(root: Path) -> None:
         torch.testing.assert_close(plain / factors, model.reference.model.rotary_emb.inv_freq)
 
 
-def test_spellings(root: Path) -> None:
+def test_spellings(tiny: Tiny) -> None:
     def config(name: str) -> dict:
-        return json.loads((build_tiny(name, root).directory / "config.json").read_text())
+        return json.loads((tiny(name).directory / "config.json").read_text())
 
     assert config("llama3-rope-type")["rope_scaling"]["type"] == "llama3"
     assert config("llama3-rope")["rope_scaling"]["rope_type"] == "llama3"
@@ -171,22 +185,28 @@ def test_spellings(root: Path) -> None:
 
 
 def read_by_transformers(model: TinyModel, path: Path) -> torch.Tensor:
-    loaded = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, attn_implementation="eager", dtype=torch.float32
-    )
-    return reference_logits(loaded.eval(), IDS)
+    """Logits with the weights as the loader of transformers reads them: it undoes the converter by code of its own.
+
+    Its reading of the keys is not used: it takes no head size for Qwen3 and no attention scale for Gemma 3.
+    """
+    parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model.reference)
+    loaded = type(model.reference)(model.config).float().eval()
+    missing, unexpected = loaded.load_state_dict(parsed["tensors"], strict=False)
+    assert not set(missing) - {"lm_head.weight"}
+    assert not unexpected
+    return reference_logits(loaded, IDS)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "smollm2", "qwen3", "qwen3-untied", "gemma3"])
-def test_transformers_reads_the_gguf_file_alike(name: str, root: Path, tmp_path: Path) -> None:
-    model = build_tiny(name, root)
+def test_transformers_reads_the_gguf_file_alike(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny(name)
     path = tiny_gguf.write_tiny_gguf(model, tmp_path / "model.gguf")
     assert_same_logits(read_by_transformers(model, path), reference_logits(model, IDS))
 
 
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_gguf_holds_every_tensor_once(name: str, root: Path, tmp_path: Path) -> None:
-    model = build_tiny(name, root)
+def test_gguf_holds_every_tensor_once(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny(name)
     path = tmp_path / "model.gguf"
     if not tiny_gguf.can_be_gguf(model):
         with pytest.raises(ValueError, match="attention scale"):
@@ -202,23 +222,23 @@ def test_gguf_holds_every_tensor_once(name: str, root: Path, tmp_path: Path) -> 
     assert len(tokens.data) == model.config.vocab_size
 
 
-def test_gemma4_keys_are_as_real_files_have_them(root: Path) -> None:
-    keys = tiny_gguf.gguf_keys(build_tiny("gemma4-unified", root))
+def test_gemma4_keys_are_as_real_files_have_them(tiny: Tiny) -> None:
+    keys = tiny_gguf.gguf_keys(tiny("gemma4-unified"))
     assert keys["gemma4.attention.head_count_kv"] == [4, 4, 4, 4, 4, 1]
     assert keys["gemma4.attention.sliding_window_pattern"] == [True] * 5 + [False]
     assert keys["gemma4.attention.key_length"] == keys["gemma4.rope.dimension_count"] == 32
     assert keys["gemma4.attention.key_length_swa"] == keys["gemma4.rope.dimension_count_swa"] == 16
-    keys = tiny_gguf.gguf_keys(build_tiny("gemma4-e", root))
+    keys = tiny_gguf.gguf_keys(tiny("gemma4-e"))
     assert keys["gemma4.attention.head_count_kv"] == 2
     assert keys["gemma4.feed_forward_length"] == [192] * 5 + [384] * 3
     assert keys["gemma4.attention.shared_kv_layers"] == 3
-    assert tiny_gguf.gguf_keys(build_tiny("gemma4-e4b", root))["gemma4.feed_forward_length"] == 192
-    factors = tiny_gguf.rope_factors(build_tiny("gemma4-e", root).config, "gemma4")
+    assert tiny_gguf.gguf_keys(tiny("gemma4-e4b"))["gemma4.feed_forward_length"] == 192
+    factors = tiny_gguf.rope_factors(tiny("gemma4-e").config, "gemma4")
     assert factors == [1.0] * 4 + [1e30] * 12
 
 
-def test_keys_can_be_left_out_and_changed(root: Path, tmp_path: Path) -> None:
-    model = build_tiny("gemma3", root)
+def test_keys_can_be_left_out_and_changed(tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny("gemma3")
     path = tiny_gguf.write_tiny_gguf(
         model, tmp_path / "m.gguf", omit=["gemma3.rope.freq_base_swa"], extra={"gemma3.context_length": 99}
     )
@@ -231,30 +251,27 @@ def test_permuted_rows_rotate_in_pairs_as_halves_do() -> None:
     n_heads, head, n_in = 2, 8, 5
     w, x = torch.randn(n_heads * head, n_in), torch.randn(n_in)
     angle = torch.randn(head // 2)
+
+    def rotated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.stack((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=1)
+
     halves = (w @ x).view(n_heads, 2, head // 2)
-    by_halves = torch.stack(
-        (
-            halves[:, 0] * angle.cos() - halves[:, 1] * angle.sin(),
-            halves[:, 1] * angle.cos() + halves[:, 0] * angle.sin(),
-        ),
-        dim=1,
-    )
     pairs = (tiny_gguf.permute_rows(w, n_heads) @ x).view(n_heads, head // 2, 2)
-    by_pairs = torch.stack(
-        (
-            pairs[..., 0] * angle.cos() - pairs[..., 1] * angle.sin(),
-            pairs[..., 1] * angle.cos() + pairs[..., 0] * angle.sin(),
-        ),
-        dim=1,
-    )
+    by_halves, by_pairs = rotated(halves[:, 0], halves[:, 1]), rotated(pairs[..., 0], pairs[..., 1])
     torch.testing.assert_close(by_pairs, by_halves)
     assert torch.equal(tiny_gguf.unpermute_rows(tiny_gguf.permute_rows(w, n_heads), n_heads), w)
 
 
-@pytest.mark.parametrize("kind", [k for k in (*tiny_gguf.ENCODED_TYPES, *tiny_gguf.RANDOM_BLOCK_TYPES) if k != Q.F32])
-@pytest.mark.parametrize("name", ["llama-wide", "gemma4-wide"])
-def test_quantised_gguf_has_an_oracle(name: str, kind: Q, root: Path, tmp_path: Path) -> None:
-    model = build_tiny(name, root)
+QUANTISED = [kind for kind in (*tiny_gguf.ENCODED_TYPES, *tiny_gguf.RANDOM_BLOCK_TYPES) if kind != Q.F32]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*(("llama-wide", kind) for kind in QUANTISED), ("gemma4-wide", Q.Q4_K), ("gemma4-e", Q.Q8_0), ("gemma3", Q.Q5_1)],
+    ids=str,
+)
+def test_quantised_gguf_has_an_oracle(name: str, kind: Q, tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny(name)
     path = tmp_path / "model.gguf"
     oracle = tiny_gguf.write_tiny_quant_gguf(model, path, {"*": kind})
     stored = {t.name: t for t in gguf.GGUFReader(path).tensors}
@@ -264,17 +281,14 @@ def test_quantised_gguf_has_an_oracle(name: str, kind: Q, root: Path, tmp_path: 
     assert after.isfinite().all()
     assert 0.5 < after.std() < 4.0
     assert not torch.equal(before, after)
-    if name == "llama-wide" and kind not in (Q.NVFP4, Q.MXFP4):  # the two that transformers does not read
-        config = oracle.config
-        plain = gguf.quants.dequantize(stored["blk.1.attn_k.weight"].data, kind)
-        rows = tiny_gguf.unpermute_rows(torch.from_numpy(plain.copy()), config.num_key_value_heads)
-        assert torch.equal(rows, oracle.reference.model.layers[1].self_attn.k_proj.weight)
+    if kind != Q.NVFP4 and not name.startswith("gemma4"):  # transformers reads neither
+        assert_same_logits(read_by_transformers(oracle, path), after)
 
 
-def test_mixed_gguf_is_read_alike_by_transformers(root: Path, tmp_path: Path) -> None:
+def test_mixed_gguf_is_read_alike_by_transformers(tiny: Tiny, tmp_path: Path) -> None:
     types = {"token_embd*": Q.Q6_K, "*attn_v*": Q.Q6_K, "blk.1.ffn_down*": Q.Q5_K, "blk.*": Q.Q4_K, "output.*": Q.Q8_0}
     path = tmp_path / "model.gguf"
-    oracle = tiny_gguf.write_tiny_quant_gguf(build_tiny("qwen3-wide", root), path, types)
+    oracle = tiny_gguf.write_tiny_quant_gguf(tiny("qwen3-wide"), path, types)
     assert_same_logits(read_by_transformers(oracle, path), reference_logits(oracle, IDS))
 
 
@@ -324,8 +338,8 @@ def test_float_modes_mean_their_values(mode: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma4-unified", "gemma4-e"])
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model.", ""])
-def test_mlx_directory(name: str, prefix: str, root: Path, tmp_path: Path) -> None:
-    model = build_tiny(name, root)
+def test_mlx_directory(name: str, prefix: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = tiny(name)
     if prefix not in ("model.", "") and not name.startswith("gemma"):
         pytest.skip("only Gemma files nest the text model")
     overrides = {"embed_tokens": {"bits": 8, "group_size": 32}, "layers.1.mlp.*": {"bits": 6, "group_size": 64}}
@@ -343,11 +357,11 @@ def test_mlx_directory(name: str, prefix: str, root: Path, tmp_path: Path) -> No
     assert 1e-3 < difference.mean() < 2.0
 
 
-def test_mlx_mixed_modes(root: Path, tmp_path: Path) -> None:
+def test_mlx_mixed_modes(tiny: Tiny, tmp_path: Path) -> None:
     default = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
     overrides = {"layers.*.self_attn.*": {"bits": 8, "group_size": 64, "mode": "affine"}}
     tiny_mlx.write_tiny_mlx(
-        build_tiny("gemma3", root),
+        tiny("gemma3"),
         tmp_path / "mlx",
         default,
         overrides,

@@ -205,10 +205,9 @@ def fill_directory(directory: Path, write: Callable[[Path], None]) -> None:
 
 def _write_checkpoint(draft: Path, model: PreTrainedModel, variant: Variant, unused: Json, dtype: torch.dtype) -> None:
     if variant.prefix == "model.":
-        model.config.dtype = dtype
-        model.to(dtype).save_pretrained(draft)  # the values are representable: nothing is lost on the way back
-        model.to(torch.float32)
-        model.config.dtype = torch.float32
+        copied = copy.deepcopy(model)  # casting the reference itself would round its rotary frequencies too
+        copied.config.dtype = dtype
+        copied.to(dtype).save_pretrained(draft)
         config = json.loads((draft / "config.json").read_text())
         if unused:
             tensors = {**own_tensors(model), **unused}

@@ -74,7 +74,7 @@ def gguf_keys(model: TinyModel) -> Keys:
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": _n_kv_heads(config),
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
     }
     if family in ("llama", "qwen3"):
@@ -99,6 +99,11 @@ def gguf_keys(model: TinyModel) -> Keys:
     if family.startswith("gemma4"):
         keys |= _gemma4_keys(config)
     return {f"{arch}.{key}": value for key, value in keys.items()}
+
+
+def _n_kv_heads(config: PretrainedConfig, layer: int = 0) -> int:
+    """Where layers differ, transformers refuses to name one number for all of them."""
+    return getattr(config, "per_layer_config", {layer: config})[layer].num_key_value_heads
 
 
 def _head_keys(n: int, suffix: str = "") -> Keys:

@@ -40,7 +40,9 @@ def array(key: str, kind: int, count: int, raw: bytes) -> bytes:
 def entry(name: str | bytes, dims: tuple[int, ...], kind: int, offset: int, n_dims: int | None = None) -> bytes:
     """A line of the tensor table; ``dims`` as stored, innermost first."""
     count = len(dims) if n_dims is None else n_dims
-    return text(name) + struct.pack("<I", count) + struct.pack(f"<{len(dims)}Q", *dims) + struct.pack("<IQ", kind, offset)
+    return (
+        text(name) + struct.pack("<I", count) + struct.pack(f"<{len(dims)}Q", *dims) + struct.pack("<IQ", kind, offset)
+    )
 
 
 def gguf_bytes(
@@ -63,11 +65,11 @@ def gguf_bytes(
 
 
 def two_tensors(**changes: object) -> bytes:
-    """A good small file: a.weight F32 [2, 8] and b.weight F32 [8], 96 bytes of data."""
+    """A good small file: q.weight F32 [2, 8] and b.weight F32 [8], 96 bytes of data."""
     numbers = struct.pack("<24f", *range(24))
     good = {
         "pairs": [string("general.architecture", "llama")],
-        "entries": [entry("a.weight", (8, 2), TYPE_F32, 0), entry("b.weight", (8,), TYPE_F32, 64)],
+        "entries": [entry("q.weight", (8, 2), TYPE_F32, 0), entry("b.weight", (8,), TYPE_F32, 64)],
         "data": numbers,
     }
     return gguf_bytes(**{**good, **changes})  # type: ignore[arg-type]

@@ -44,7 +44,8 @@ BAD_FILES = {
     "array: more numbers than bytes": (make.gguf_bytes([make.array("k", make.U8, 1 << 30, bytes(9))]), "needs"),
     "array: more strings than bytes": (make.gguf_bytes([make.array("k", make.STRING, BIG, bytes(9))]), "needs"),
     "array: string past the end": (
-        make.gguf_bytes([make.array("k", make.STRING, 2, make.text("a") + struct.pack("<Q", 99))]), "string 1 of array k"),
+        make.gguf_bytes([make.array("k", make.STRING, 2, make.text("a") + struct.pack("<Q", 99))]),
+        "string 1 of array k"),
     "array: boolean 7": (make.gguf_bytes([make.array("k", make.BOOL, 2, b"\1\7")]), "holds the boolean 7"),
     "tensor: empty name": (tensors(make.entry("", (8, 2), F32, 0)), "name of tensor 0 has 0 bytes"),
     "tensor: name past the end": (make.gguf_bytes(entries=[struct.pack("<Q", 999) + bytes(30)]), "needs 999 bytes"),
@@ -120,7 +121,7 @@ def test_cut_file_says_how_much_is_missing_and_where(tmp_path, share):
     kept = int(len(raw) * share)
     path = tmp_path / "cut.gguf"
     path.write_bytes(raw[:kept])
-    name = "a" if share < 0.5 else "b"
+    name = "a" if share <= 0.5 else "b"
     with pytest.raises(FileError, match=rf"file is {len(raw) - kept} bytes short \(tensor {name}\)"):
         open_checkpoint(path)
 

@@ -59,8 +59,8 @@ def test_strings_of_arbitrary_bytes_survive(tmp_path):
 
 def test_shape_is_outermost_first_and_values_are_in_place(tmp_path):
     checkpoint = opened(tmp_path, make.two_tensors())
-    assert checkpoint.tensors["a.weight"].shape == (2, 8)
-    assert torch.equal(checkpoint.tensors["a.weight"].decode(), torch.arange(16.0).reshape(2, 8))
+    assert checkpoint.tensors["q.weight"].shape == (2, 8)
+    assert torch.equal(checkpoint.tensors["q.weight"].decode(), torch.arange(16.0).reshape(2, 8))
     assert torch.equal(checkpoint.tensors["b.weight"].decode(), torch.arange(16.0, 24.0))
 
 
@@ -69,7 +69,7 @@ def test_reading_gives_no_warning_and_cannot_change_the_file(tmp_path):
     checkpoint = opened(tmp_path, raw)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        values = checkpoint.tensors["a.weight"].read()["values"]
+        values = checkpoint.tensors["q.weight"].read()["values"]
     values.fill_(9)
     assert (tmp_path / "model.gguf").read_bytes() == raw
 
@@ -116,7 +116,9 @@ def test_file_with_too_much_tail_padding_opens(tmp_path, n_extra):
 
 def test_zero_size_tensor_is_listed_and_reading_it_is_refused(tmp_path):
     """G18 accepts the file; G02: decoding a zero dimension is an error text, not a crash."""
-    raw = make.gguf_bytes(entries=[make.entry("z", (0, 4), make.TYPE_F32, 0), make.entry("w", (1,), 0, 0)], data=bytes(4))
+    raw = make.gguf_bytes(
+        entries=[make.entry("z", (0, 4), make.TYPE_F32, 0), make.entry("w", (1,), 0, 0)], data=bytes(4)
+    )
     checkpoint = opened(tmp_path, raw)
     assert checkpoint.tensors["z"].shape == (4, 0)
     with pytest.raises(FileError, match=r"z: shape \[4, 0\]"):
@@ -196,4 +198,6 @@ def test_large_vocabulary_opens_in_a_second(shared_dir, name):
 
 def test_sentencepiece_file_without_pre_tokenizer_key_opens(shared_dir):
     """G15: `tokenizer.ggml.pre` is for the text folder to miss, not for the reader."""
-    assert open_checkpoint(shared_dir / "vocab" / "ggml-vocab-llama-spm.gguf").metadata["tokenizer.ggml.model"] == "llama"
+    assert (
+        open_checkpoint(shared_dir / "vocab" / "ggml-vocab-llama-spm.gguf").metadata["tokenizer.ggml.model"] == "llama"
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytefloor.engine.batch import PageCopy
+from bytefloor.engine.batch import Batch, PageCopy
 from bytefloor.errors import CapacityError
 from bytefloor.model.step import CacheKind
 
@@ -105,24 +105,48 @@ class SequenceCache:
     def reserve(self, n_rows: int) -> list[PageCopy]:
         """Make the next n_rows positions writable; returns the copies that must happen before they are written.
 
-        CapacityError when the sequence's capacity or a pool is exhausted; pages already taken stay with the sequence.
+        CapacityError when the sequence's capacity or a pool is exhausted; then nothing has been taken.
         """
         end = self.length + n_rows
         if end > self.plan.capacity:
             raise CapacityError(f"sequence would reach {end} positions, capacity is {self.plan.capacity}")
-        size = self.plan.page_size
-        copies = []
+        needed = [(kind, index) for kind in self.kinds for index in self._unwritable(kind, end)]
         for kind in self.kinds:
-            pages, pool = self._pages[kind.name], self._pools[kind.name]
-            for index in range(self.length // size, ceil_div(end, size)):
-                if index not in pages:
-                    pages[index] = pool.take()
-                elif pool.is_shared(pages[index]):
-                    fresh = pool.take()
-                    copies.append(PageCopy(kind.name, pages[index], fresh))
-                    pool.release(pages[index])
-                    pages[index] = fresh
-        return copies
+            n_needed = sum(other is kind for other, _ in needed)
+            pool = self._pools[kind.name]
+            if n_needed > pool.n_free:
+                raise CapacityError(
+                    f"cache {kind.name}: {n_needed} pages needed, {pool.n_free} of {pool.n_pages - 1} free"
+                )
+        return [copy for kind, index in needed for copy in self._make_writable(kind, index)]
+
+    def _unwritable(self, kind: CacheKind, end: int) -> list[int]:
+        """Which of the pages up to ``end`` are not held yet, or are shared."""
+        pages, pool, size = self._pages[kind.name], self._pools[kind.name], self.plan.page_size
+        touched = range(self.length // size, ceil_div(end, size))
+        return [index for index in touched if index not in pages or pool.is_shared(pages[index])]
+
+    def _make_writable(self, kind: CacheKind, index: int) -> list[PageCopy]:
+        pages, pool = self._pages[kind.name], self._pools[kind.name]
+        shared = pages.get(index)
+        pages[index] = pool.take()
+        if shared is None:
+            return []
+        pool.release(shared)
+        return [PageCopy(kind.name, shared, pages[index])]
+
+    def append_rows(self, batch: Batch, ids: Sequence[int], wanted: Sequence[int]) -> None:
+        """Put the next rows of this sequence into a batch; ``wanted`` counts from the first of them."""
+        batch.copies.extend(self.reserve(len(ids)))
+        first_row, index = len(batch.tokens), max(batch.sequence, default=-1) + 1
+        places = range(self.length, self.length + len(ids))
+        batch.tokens.extend(ids)
+        batch.positions.extend(places)
+        batch.slots.extend(places)
+        batch.sequence.extend([index] * len(ids))
+        batch.wanted.extend(first_row + row for row in wanted)
+        for kind in self.kinds:
+            batch.tables.setdefault(kind.name, []).append(self.table(kind))
 
     def commit(self, n_rows: int) -> None:
         """The rows are written. Pages that no later row can see are returned."""

@@ -207,4 +207,3 @@ class ReferenceExecutor:
         """Fill the whole cache: a test's way to see that nothing outside the live band is read."""
         for pool in self.pools.values():
             pool.fill_(value)
-

@@ -65,16 +65,16 @@ class Sampler:
         self._adjust(scores)
         u_token, u_xtc = uniforms(self.seed, position)
         ids, tempered = self._candidates(scores, u_xtc)
-        log_p = tempered - _log_sum_exp(tempered)
+        log_p = _log_softmax(tempered)
         place = int(smallest_set(tempered, np.exp(log_p), u_token)[-1])
         self._learn(float(log_p[place]))
         token = int(ids[place])
         self.accept(token)
         if self.params.logprobs_after:
-            return Sampled(token, float(log_p[place]), _best(ids, log_p, 0.0, self.params.n_logprobs))
-        log_total = _log_sum_exp(logits)
-        logprob = min(0.0, float(logits[token]) - log_total)
-        return Sampled(token, logprob, _best(None, logits, log_total, self.params.n_logprobs))
+            return Sampled(token, float(log_p[place]), _best(ids, log_p, (0.0, 0.0), self.params.n_logprobs))
+        shift, log_total = _normaliser(logits)
+        logprob = min(0.0, (float(logits[token]) - shift) - log_total)
+        return Sampled(token, logprob, _best(None, logits, (shift, log_total), self.params.n_logprobs))
 
     def accept(self, id: int) -> None:
         """Appends a token chosen elsewhere (teacher forcing, a draft) to the history; mirostat's bound stays."""
@@ -172,7 +172,7 @@ def keep_top_k(logits: Floats, k: int) -> Ids:
 
 def keep_typical(logits: Floats, mass: float) -> Ids:
     """The smallest set of mass `mass` whose surprise is nearest to the entropy."""
-    log_p = logits - _log_sum_exp(logits)
+    log_p = _log_softmax(logits)
     p = np.exp(log_p)
     is_possible = p > 0
     entropy = -float(np.dot(p[is_possible], log_p[is_possible]))
@@ -181,7 +181,7 @@ def keep_typical(logits: Floats, mass: float) -> Ids:
 
 def keep_top_p(logits: Floats, mass: float) -> Ids:
     """The smallest set of mass `mass`, largest first."""
-    return np.sort(smallest_set(logits, np.exp(logits - _log_sum_exp(logits)), mass))
+    return np.sort(smallest_set(logits, np.exp(_log_softmax(logits)), mass))
 
 
 def keep_min_p(logits: Floats, share: float) -> Ids:
@@ -191,7 +191,7 @@ def keep_min_p(logits: Floats, share: float) -> Ids:
 
 def drop_top_choices(logits: Floats, threshold: float) -> Ids:
     """XTC: of those with probability `threshold` or more, only the least probable stays, the lowest id among equals."""
-    p = np.exp(logits - _log_sum_exp(logits))
+    p = np.exp(_log_softmax(logits))
     # A threshold of 0 must not count the banned among the choices, or a banned one would be all that stays.
     is_top = (p >= threshold) & (p > 0)
     top = np.flatnonzero(is_top)
@@ -203,7 +203,7 @@ def drop_top_choices(logits: Floats, threshold: float) -> Ids:
 
 def keep_unsurprising(logits: Floats, bits: float) -> Ids:
     """Mirostat 2: all whose surprise -log2 p is at most `bits`, and the best one whatever it is."""
-    log2_p = (logits - _log_sum_exp(logits)) / math.log(2)
+    log2_p = _log_softmax(logits) / math.log(2)
     kept = log2_p >= -bits
     kept[logits.argmax()] = True
     return np.flatnonzero(kept)
@@ -247,7 +247,9 @@ def _lower_bound(score: npt.NDArray[np.floating], n: int) -> float:
 
 
 def _descending(score: npt.NDArray[np.floating]) -> Ids:
-    """A stable descending argsort, five times as fast: numpy's unstable one uses vector instructions."""
+    """A stable descending argsort; for many scores five times as fast, by numpy's vectorised unstable one."""
+    if len(score) <= 256:
+        return np.argsort(-score, kind="stable")
     order = np.argsort(-score)
     ranked = score[order]
     is_same = ranked[1:] == ranked[:-1]
@@ -272,21 +274,32 @@ def _cuts(params: SamplingParams) -> list[Cut]:
     return cuts
 
 
-def _best(ids: Ids | None, scores: npt.NDArray[np.floating], log_total: float, n: int) -> tuple[tuple[int, float], ...]:
-    """The n highest of `scores`, less `log_total`, descending; a place is its own id without `ids`."""
+def _best(
+    ids: Ids | None, scores: npt.NDArray[np.floating], normaliser: tuple[float, float], n: int
+) -> tuple[tuple[int, float], ...]:
+    """The n highest of `scores` and their log-probabilities, descending; a place is its own id without `ids`."""
     if n == 0:
         return ()
     order = highest(scores, n)
     named = order if ids is None else ids[order]
-    logprobs = np.minimum(scores[order].astype(np.float64) - log_total, 0.0)
+    logprobs = np.minimum((scores[order].astype(np.float64) - normaliser[0]) - normaliser[1], 0.0)
     return tuple(zip(named.tolist(), logprobs.tolist(), strict=True))
 
 
-def _log_sum_exp(logits: npt.NDArray[np.floating]) -> float:
-    """In float64 whatever the input; in parts that stay in the cache, see `_lower_bound`."""
+def _normaliser(logits: npt.NDArray[np.floating]) -> tuple[float, float]:
+    """(a, b) such that log p = (logit - a) - b, in float64 whatever the input. a + b would round b away at 1e30.
+
+    In parts that stay in the cache, see `_lower_bound`.
+    """
     best = float(logits.max())
     parts = (logits[start : start + _PART] for start in range(0, len(logits), _PART))
-    return best + math.log(sum(float(np.exp(np.subtract(part, best, dtype=np.float64)).sum()) for part in parts))
+    total = sum(float(np.exp(np.subtract(part, best, dtype=np.float64)).sum()) for part in parts)
+    return best, math.log(total)
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    best, log_total = _normaliser(logits)
+    return (logits - best) - log_total
 
 
 def _as_ids(banned: AbstractSet[int] | npt.NDArray[np.bool_]) -> Ids:

@@ -12,23 +12,6 @@ from bytefloor.engine.cache import SequenceCache, make_pools
 from bytefloor.engine.reference import ReferenceExecutor
 
 
-def append_rows(
-    batch: Batch, cache: SequenceCache, ids: Sequence[int], wants: Sequence[bool], executor_kinds: Sequence
-) -> None:
-    """Add rows of one sequence to a batch: reserves their pages, and appends its table."""
-    batch.copies.extend(cache.reserve(len(ids)))
-    index = max(batch.sequence, default=-1) + 1
-    for offset, (token, wanted) in enumerate(zip(ids, wants, strict=True)):
-        if wanted:
-            batch.wanted.append(len(batch.tokens))
-        batch.tokens.append(token)
-        batch.positions.append(cache.length + offset)
-        batch.slots.append(cache.length + offset)
-        batch.sequence.append(index)
-    for kind in executor_kinds:
-        batch.tables.setdefault(kind.name, []).append(cache.table(kind))
-
-
 def score_chunks(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
     """Logits [n, V] of consecutive chunks of a text; row i predicts token i + 1. Starts from an empty cache."""
     pools = make_pools(executor.plan, executor.step.kinds)
@@ -36,7 +19,7 @@ def score_chunks(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) ->
     for start in range(0, len(ids), chunk):
         rows = ids[start : start + chunk]
         batch = Batch()
-        append_rows(batch, cache, rows, [True] * len(rows), executor.step.kinds)
+        cache.append_rows(batch, rows, range(len(rows)))
         yield executor.run(batch)
         cache.commit(len(rows))
 

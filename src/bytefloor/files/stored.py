@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bytefloor import formats
 from bytefloor.errors import FileError, ShapeError, UnsupportedError
-from bytefloor.formats.record import QuantFormat
+from bytefloor.formats import FORMATS, QuantFormat
 
 # Parts whose rows each serve this many rows of the weight; every other part has one row per row, or one value in all.
 _ROWS_PER_SCALE_ROW = {"weight_scale_inv": 128}
@@ -20,8 +19,7 @@ _ROWS_PER_SCALE_ROW = {"weight_scale_inv": 128}
 
 def find_format(name: str) -> QuantFormat | None:
     """The record of a format by its name outside; None when this version cannot decode it."""
-    table: Mapping[str, QuantFormat] = getattr(formats, "FORMATS", {})
-    return table.get(name)
+    return FORMATS.get(name)
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,15 @@ class StoredTensor:
     def rows(self, ids: Tensor) -> Tensor:
         """Float32 [n, K]: the rows ``ids`` (int64 [n]) alone, equal to ``decode()[ids]``, without decoding the rest."""
         n_rows = self.n_rows
-        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n_rows):
-            raise ShapeError(f"tensor {self.name}: row {int(ids.max())} asked for, it has rows 0 to {n_rows - 1}")
         if not ids.numel():
             return torch.empty((0, self.shape[-1] if self.shape else 1))
+        for row in (int(ids.min()), int(ids.max())):
+            if not 0 <= row < n_rows:
+                raise ShapeError(f"tensor {self.name}: row {row} asked for, it has rows 0 to {n_rows - 1}")
         parts = self.read()
+        if n_rows == 1:
+            # A scale a row and a scale a tensor look alike here, and there is nothing to save.
+            return self._decode(parts)[ids]
         shared = [_ROWS_PER_SCALE_ROW[name] for name in parts if name in _ROWS_PER_SCALE_ROW]
         if shared:
             return self._rows_by_band(parts, ids, shared[0])
@@ -81,7 +83,7 @@ class StoredTensor:
             raise ShapeError(f"tensor {self.name}: rows {start}..{stop} asked for, it has {n_rows}")
 
         def read() -> dict[str, Tensor]:
-            return {part: _cut_rows(value, start, stop, n_rows) for part, value in self.read().items()}
+            return {part: _cut_rows(name, part, value, (start, stop), n_rows) for part, value in self.read().items()}
 
         n_bytes = self.n_bytes * (stop - start) // n_rows
         return StoredTensor(name, (stop - start, *self.shape[1:]), self.format_name, self.format, n_bytes, read)
@@ -92,8 +94,8 @@ class StoredTensor:
             raise FileError(f"tensor {self.name}: shape {list(self.shape)} has no elements to read")
         try:
             return record.decode(parts)
-        except FileError as error:
-            raise FileError(f"tensor {self.name}: {error}") from None
+        except (FileError, ShapeError) as error:
+            raise type(error)(f"tensor {self.name}: {error}") from None
 
     def _rows_by_band(self, parts: dict[str, Tensor], ids: Tensor, band: int) -> Tensor:
         """A scale that spans ``band`` rows keeps its meaning only beside all of them: decode whole bands, then pick."""
@@ -110,18 +112,23 @@ class StoredTensor:
 
 
 def _pick_rows(tensor: str, name: str, part: Tensor, ids: Tensor, n_rows: int) -> Tensor:
-    if part.dim() and part.shape[0] == n_rows:
-        # Types of 8 bits other than integers cannot be indexed everywhere; their bytes can.
-        if part.dtype.itemsize == 1:
-            return part.view(torch.uint8)[ids].view(part.dtype)
-        return part[ids]
-    if part.numel() == 1:
+    if not _is_by_row(tensor, name, part, n_rows):
         return part
+    # Float types of 8 bits cannot be indexed everywhere; their bytes can.
+    return part.view(torch.uint8)[ids].view(part.dtype) if part.dtype.itemsize == 1 else part[ids]
+
+
+def _cut_rows(tensor: str, name: str, part: Tensor, rows: tuple[int, int], n_rows: int) -> Tensor:
+    return part[slice(*rows)] if _is_by_row(tensor, name, part, n_rows) else part
+
+
+def _is_by_row(tensor: str, name: str, part: Tensor, n_rows: int) -> bool:
+    """Whether a part has a row for each row of the weight; the alternative is one value for all."""
+    if part.dim() and part.shape[0] == n_rows:
+        return True
+    if part.numel() == 1:
+        return False
     raise ShapeError(f"tensor {tensor}: part {name} has shape {list(part.shape)}, expected {n_rows} rows or one value")
-
-
-def _cut_rows(part: Tensor, start: int, stop: int, n_rows: int) -> Tensor:
-    return part[start:stop] if part.dim() and part.shape[0] == n_rows else part
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def shared_kv_sources(layer_types: list[str], n_shared: int) -> list[int]:
     for index in range(first_shared, len(layer_types)):
         own = [i for i in range(first_shared) if layer_types[i] == layer_types[index]]
         if not own:
-            raise UnsupportedError(f"layer {index} shares keys and values, but no earlier {layer_types[index]} layer has any")
+            raise UnsupportedError(
+                f"layer {index} shares keys and values, but no earlier {layer_types[index]} layer has any"
+            )
         sources[index] = own[-1]
     return sources

@@ -34,7 +34,13 @@ def build_step(c: ModelConfig, w: ModelWeights, rounding: Rounding) -> Step:
 
 
 def attention_block(
-    s: StepBuilder, c: ModelConfig, layer: LayerConfig, w: LayerWeights, cache: CacheLayer, x: Buffer, rounding: Rounding
+    s: StepBuilder,
+    c: ModelConfig,
+    layer: LayerConfig,
+    w: LayerWeights,
+    cache: CacheLayer,
+    x: Buffer,
+    rounding: Rounding,
 ) -> Buffer:
     """x + norm(o(attention(rope(norm(q)), rope(norm(k)), v)))"""
     h = s.round_to(s.rms_norm(x, w.input_norm, c.eps), rounding.activations)

@@ -37,7 +37,12 @@ FAMILIES = (
     Family("smollm3", (), ("smollm3",), gguf_config.read_llama, hf_config.read_llama),
     Family("qwen3", ("qwen3",), ("qwen3",), gguf_config.read_qwen3, hf_config.read_qwen3),
     Family(
-        "gemma3", ("gemma3",), ("gemma3", "gemma3_text"), gguf_config.read_gemma3, hf_config.read_gemma3, norm_offset=1.0
+        "gemma3",
+        ("gemma3",),
+        ("gemma3", "gemma3_text"),
+        gguf_config.read_gemma3,
+        hf_config.read_gemma3,
+        norm_offset=1.0,
     ),
     Family(
         "gemma4",

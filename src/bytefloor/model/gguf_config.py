@@ -21,7 +21,9 @@ class Keys:
         self.architecture = architecture
         self.checkpoint = checkpoint
         if self.get("expert_count", 0):
-            raise UnsupportedError(f"{checkpoint.path}: {self.get('expert_count')} experts: mixture-of-experts models are not supported")
+            raise UnsupportedError(
+                f"{checkpoint.path}: {self.get('expert_count')} experts: mixture-of-experts models are not supported"
+            )
 
     def get(self, key: str, default: Any = None) -> Any:
         """The raw value of ``<architecture>.<key>``."""
@@ -57,7 +59,9 @@ class Keys:
         """attention.key_length, and only where there is none width / heads."""
         size = self.integer("attention.key_length", self.integer("embedding_length") // n_heads)
         if self.integer("attention.value_length", size) != size:
-            raise UnsupportedError(self._complaint("attention.value_length", self.get("attention.value_length"), str(size)))
+            raise UnsupportedError(
+                self._complaint("attention.value_length", self.get("attention.value_length"), str(size))
+            )
         return size
 
     def linear_factor(self) -> float:

@@ -17,7 +17,14 @@ ACTIVATIONS = {
     "gelu_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-MUST_BE_FALSY = ("attention_bias", "mlp_bias", "enable_moe_block", "num_experts", "num_local_experts", "n_routed_experts")
+MUST_BE_FALSY = (
+    "attention_bias",
+    "mlp_bias",
+    "enable_moe_block",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
 
 
 class Keys:

@@ -13,9 +13,8 @@ from typing import Any
 
 from bytefloor import ops
 from bytefloor.model.weights import Weight
-from bytefloor.ops.op import Axis, Op, Sizes, n_elements
+from bytefloor.ops.op import ITEM_BYTES, Axis, Op, Sizes, n_elements
 
-FLOAT_BYTES = 4
 STORAGE_BYTES = {"float32": 4, "bf16": 2}
 INPUTS: dict[str, tuple[Axis, ...]] = {
     "tokens": ("T",),
@@ -88,17 +87,29 @@ class OpCall:
     def weights(self) -> tuple[Weight, ...]:
         return tuple(operand for operand in self.operands.values() if isinstance(operand, Weight))
 
-    def read_bytes(self, sizes: Sizes) -> int:
-        """Bytes this call must read. sizes: T, R, B and S, the number of live cache positions a sequence."""
-        bound = dict(sizes)
-        for letter, axis in self.sizes.items():
-            if isinstance(axis, int) or axis in sizes:
-                bound[letter] = axis if isinstance(axis, int) else sizes[axis]
-        weight_bytes = sum(weight.n_bytes for weight in self.weights)
-        if self.op.read_bytes is not None:
-            return self.op.read_bytes(bound, self.attributes, weight_bytes)
-        buffers = (operand for operand in self.operands.values() if isinstance(operand, Buffer))
-        return weight_bytes + sum(FLOAT_BYTES * n_elements(buffer.shape, sizes) for buffer in buffers)
+    def bind(self, sizes: Sizes) -> dict[str, int]:
+        """Every letter of the op in numbers, given T, R, B and S (live cache positions a sequence)."""
+        known = {letter: axis for letter, axis in self.sizes.items() if isinstance(axis, int) or axis in sizes}
+        return {**sizes, **{k: axis if isinstance(axis, int) else sizes[axis] for k, axis in known.items()}}
+
+    def weight_bytes(self, sizes: Sizes) -> int:
+        """Bytes of weights, in the file's own encoding, that this call must read."""
+        stored_bytes = sum(weight.n_bytes for weight in self.weights)
+        return stored_bytes if self.op.weight_bytes is None else self.op.weight_bytes(self.bind(sizes), stored_bytes)
+
+    def cache_bytes(self, sizes: Sizes) -> int:
+        """Bytes of the cache that this call reads or writes."""
+        return 0 if self.op.cache_bytes is None else self.op.cache_bytes(self.bind(sizes), self.attributes)
+
+    def activation_bytes(self, sizes: Sizes) -> int:
+        """Bytes of buffers in and out; a view moves none."""
+        if self.op.name == "view":
+            return 0
+        buffers = [operand for operand in self.operands.values() if isinstance(operand, Buffer)]
+        if self.output is not None:
+            buffers.append(self.output)
+        known = [b for b in buffers if not b.name.startswith("table.")]
+        return sum(ITEM_BYTES[buffer.dtype] * n_elements(buffer.shape, sizes) for buffer in known)
 
 
 @dataclass(frozen=True)

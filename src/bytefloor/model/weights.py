@@ -222,7 +222,9 @@ def _checked(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Store
     found = stored.shape if stored.shape or shape != (1,) else (1,)
     for axis, (have, want) in enumerate(zip(found, shape, strict=False)):
         if have != want:
-            raise ShapeError(f"{checkpoint.path}: tensor {name} axis {axis} is {have}, expected {want} of {list(shape)}")
+            raise ShapeError(
+                f"{checkpoint.path}: tensor {name} axis {axis} is {have}, expected {want} of {list(shape)}"
+            )
     if len(found) != len(shape):
         raise ShapeError(f"{checkpoint.path}: tensor {name} has shape {list(found)}, expected {list(shape)}")
     return stored

@@ -67,7 +67,7 @@ def band_length(length: int, window: int | None) -> int:
     return length if window is None else min(length, window)
 
 
-def _read_bytes(sizes: Sizes, attributes: Mapping[str, Any], weight_bytes: int) -> int:
+def _cache_bytes(sizes: Sizes, attributes: Mapping[str, Any]) -> int:
     """The live band of K and V; C is the bytes of one stored element."""
     live = band_length(sizes["S"], attributes["window"])
     return sizes["B"] * live * 2 * sizes["J"] * sizes["E"] * sizes["C"]
@@ -84,7 +84,7 @@ OP = Op(
     outputs=(Operand("out", ("T", "H", "E")),),
     attributes=("scale", "window"),
     reference=reference,
-    read_bytes=_read_bytes,
+    cache_bytes=_cache_bytes,
     flops=lambda sizes: 4 * sizes["T"] * sizes["H"] * sizes["E"] * sizes["S"],
     is_exact=False,
     error_budget=1e-10,

@@ -43,7 +43,7 @@ OP = Op(
     outputs=(),
     attributes=("storage",),
     reference=reference,
-    read_bytes=lambda sizes, attributes, weight_bytes: 8 * sizes["T"] * sizes["J"] * sizes["E"],
+    cache_bytes=lambda sizes, attributes: 2 * sizes["T"] * sizes["J"] * sizes["E"] * sizes["C"],
     writes_cache=True,
     cases=(Case({"T": 5, "J": 2, "E": 8}, {"storage": "float32"}), Case({"T": 5, "J": 1, "E": 8}, {"storage": "bf16"})),
 )

@@ -23,7 +23,7 @@ OP = Op(
     outputs=(Operand("out", ("T", "D")),),
     attributes=("scale",),
     reference=reference,
-    read_bytes=lambda sizes, attributes, weight_bytes: sizes["T"] * (weight_bytes // sizes["V"]),
+    weight_bytes=lambda sizes, stored_bytes: sizes["T"] * (stored_bytes // sizes["V"]),
     flops=lambda sizes: sizes["T"] * sizes["D"],
     cases=(Case({"T": 3, "V": 7, "D": 32}, {"scale": 1.0}), Case({"T": 1, "V": 5, "D": 96}, {"scale": 9.797959})),
 )

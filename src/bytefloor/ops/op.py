@@ -49,7 +49,9 @@ class Op:
     reference: called as reference(**operands, **attributes); the cache of an op that ``reads_cache`` or
         ``writes_cache`` comes as ``cache``. It computes in the dtype of its floating operands and nowhere rounds by
         itself. An op that writes the cache returns None.
-    read_bytes: bytes a call must read, given bound sizes and the stored bytes of its weights; None: every operand once.
+    weight_bytes: what a call reads of its weights, given bound sizes and their stored bytes; None: all of them once.
+    cache_bytes: what a call reads or writes of the cache, given bound sizes (S live positions a sequence, C bytes of a
+        stored element) and attributes.
     flops: multiply and add each counted as one.
     is_exact: its kernel must agree with the correctly rounded reference but for a stated share of outputs;
         otherwise error_budget bounds the normalised mean square error.
@@ -61,7 +63,8 @@ class Op:
     outputs: tuple[Operand, ...]
     reference: Callable[..., Any]
     attributes: tuple[str, ...] = ()
-    read_bytes: Callable[[Sizes, Mapping[str, Any], int], int] | None = None
+    weight_bytes: Callable[[Sizes, int], int] | None = None
+    cache_bytes: Callable[[Sizes, Mapping[str, Any]], int] | None = None
     flops: Callable[[Sizes], int] = lambda sizes: 0
     is_exact: bool = True
     error_budget: float = 0.0

@@ -21,6 +21,5 @@ OP = Op(
     outputs=(Operand("out", ("T", "P")),),
     attributes=("index",),
     reference=reference,
-    read_bytes=lambda sizes, attributes, weight_bytes: 4 * sizes["T"] * sizes["P"],
     cases=(Case({"T": 2, "L": 3, "P": 8}, {"index": 1}),),
 )

@@ -1,0 +1,208 @@
+"""The command line: verbs only. Heavy imports stay inside the commands, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from bytefloor import __version__
+from bytefloor.errors import BytefloorError, RequestError
+
+
+class Verbs(TyperGroup):
+    """Turns our own errors into one line and exit status 2; any other exception is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BytefloorError as error:
+            typer.echo(f"bytefloor: error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except BrokenPipeError:
+            # Whoever read our output has closed it (head, less): nothing is left to say.
+            sys.stderr.close()
+            raise typer.Exit(0) from None
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Quantised language models, measured against the floor their bytes set.",
+)
+
+
+def parse_size(text: str) -> int:
+    """32768, 32k or 1m."""
+    digits, factor = text.strip().lower(), 1
+    for suffix, value in (("k", 1024), ("m", 1024 * 1024)):
+        if digits.endswith(suffix):
+            digits, factor = digits[:-1], value
+    try:
+        return int(float(digits) * factor)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: expected a number such as 4096 or 32k") from None
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="A file, a directory, or a pulled name; without it the installed demo model."),
+]
+ContextOption = Annotated[
+    Any,
+    typer.Option("-c", "--context", parser=parse_size, metavar="N", help="Positions of prompt and answer together (32k)."),
+]
+TokensOption = Annotated[int, typer.Option("-n", "--tokens", help="Most tokens of an answer; -1: until it ends.")]
+SeedOption = Annotated[int | None, typer.Option("-s", "--seed", help="Makes sampling repeatable; 0 is a seed.")]
+TemperatureOption = Annotated[float, typer.Option("-t", "--temp", help="0 takes the best token always.")]
+TopKOption = Annotated[int, typer.Option("--top-k", help="Keep the k best; 0: all.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the best until their sum reaches p; 1: all.")]
+MinPOption = Annotated[float, typer.Option("--min-p", help="Keep what has this share of the best's probability.")]
+PenaltyOption = Annotated[float, typer.Option("--repeat-penalty", help="Above 1 makes repeated tokens less likely.")]
+StopOption = Annotated[list[str] | None, typer.Option("--stop", help="End the answer at this text; may be repeated.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+WeightsOption = Annotated[
+    str, typer.Option("--weights", help="float32, or bf16: half the bytes a token reads, a little less exact.")
+]
+ThinkingOption = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="Ask the template for thinking, where it knows of it.")
+]
+SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
+
+
+def _settings(context: int | None, device: str, weights: str, **sampling: Any) -> tuple[Any, Any]:
+    """EngineOptions and SamplingParams from flags."""
+    from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions
+    from bytefloor.engine.sampling_params import SamplingParams
+
+    if weights not in WEIGHT_TYPES:
+        raise RequestError(f"--weights {weights}: expected {' or '.join(WEIGHT_TYPES)}")
+    return EngineOptions(context=context, device=device, weights=weights), SamplingParams(**sampling)
+
+
+@app.command()
+def run(
+    model: ModelOption = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt; '-' reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="Read the prompt from a file.")] = None,
+    tokens: TokensOption = -1,
+    context: ContextOption = None,
+    seed: SeedOption = None,
+    temp: TemperatureOption = 0.8,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    repeat_penalty: PenaltyOption = 1.0,
+    stop: StopOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
+    logprobs: Annotated[int, typer.Option("--logprobs", help="With --json: the n best tokens at each place.")] = 0,
+    weights: WeightsOption = "float32",
+    device: DeviceOption = "auto",
+) -> None:
+    """Answer one prompt."""
+    from bytefloor.tools.run import RunOptions, answer_once, read_prompt
+
+    text = read_prompt(prompt, file)
+    options, sampling = _settings(
+        context, device, weights, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
+    )  # fmt: skip
+    asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output)
+    raise typer.Exit(answer_once(model, text, options, asked))
+
+
+@app.command()
+def chat(
+    model: ModelOption = None,
+    tokens: TokensOption = -1,
+    context: ContextOption = None,
+    seed: SeedOption = None,
+    temp: TemperatureOption = 0.8,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    repeat_penalty: PenaltyOption = 1.0,
+    stop: StopOption = None,
+    system: SystemOption = None,
+    thinking: ThinkingOption = None,
+    hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show reasoning.")] = False,
+    weights: WeightsOption = "float32",
+    device: DeviceOption = "auto",
+) -> None:
+    """Talk with a model, turn by turn; /help inside lists the commands."""
+    from bytefloor.tools.chat import ChatOptions, converse
+
+    options, sampling = _settings(
+        context, device, weights, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repeat_penalty, seed=seed,
+    )  # fmt: skip
+    converse(model, options, ChatOptions(sampling, tokens, tuple(stop or ()), system, thinking, not hide_thinking))
+
+
+@app.command()
+def inspect(
+    model: Annotated[str | None, typer.Argument(help="A file, a directory, or a pulled name.")] = None,
+    model_option: ModelOption = None,
+    context: ContextOption = None,
+    gb_s: Annotated[float, typer.Option("--gb-s", help="Memory bandwidth to compute the floor for.")] = 1000.0,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Show what a model file holds, what a token must read of it, and what it needs to run."""
+    from bytefloor.files.checkpoint import open_checkpoint
+    from bytefloor.tools.inspect import inspect as make_report
+    from bytefloor.tools.inspect_view import print_json, print_report
+    from bytefloor.tools.models import find_model
+
+    if gb_s <= 0:
+        raise RequestError(f"--gb-s {gb_s}: expected a bandwidth above 0")
+    report = make_report(open_checkpoint(find_model(model or model_option)), context)
+    if json_output:
+        print_json(report, gb_s)
+    else:
+        print_report(report, gb_s, tensors)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="org/repo, or org/repo:Q4_K_M for one GGUF of several.")],
+    revision: Annotated[str | None, typer.Option("--revision", help="A branch, tag or commit.")] = None,
+) -> None:
+    """Download a model; a broken download goes on where it stopped."""
+    from bytefloor.tools.models import pull as download
+
+    path = download(name, revision)
+    typer.echo(f"{path}\nrun it with: bytefloor run -m {name}")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"bytefloor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Quantised language models, measured against the floor their bytes set."""
+
+
+def main() -> None:
+    """Entry point of the ``bytefloor`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

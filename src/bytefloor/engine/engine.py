@@ -1,0 +1,166 @@
+"""The loop: schedule, run, postprocess."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.prefix import PrefixStore
+from bytefloor.engine.request import Delta, Finish, Request
+from bytefloor.engine.scheduler import Scheduler
+from bytefloor.engine.sequence import SequenceState
+from bytefloor.errors import CapacityError, NumericalError, RequestError
+from bytefloor.model.step import Step
+from bytefloor.text.tokenizer import Tokenizer
+
+
+class Executor(Protocol):
+    """What the engine needs of whoever computes."""
+
+    step: Step
+    plan: CachePlan
+
+    def run(self, batch: Batch) -> Tensor: ...
+
+
+class Engine:
+    """Runs requests on an executor, several at once, each as if it were alone.
+
+    Every request's tokens depend on its own prompt, parameters and seed only. Finished sequences leave their cache in
+    a store of prefixes, which a later prompt that begins alike continues from.
+    """
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+        self.executor = executor
+        self.tokenizer = tokenizer
+        self.vocabulary_size = vocabulary_size
+        # A table may have more rows than there are tokens; nobody could read such a token.
+        self.banned_ids = tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
+        self._kinds = executor.step.kinds
+        self._pools = make_pools(executor.plan, self._kinds)
+        self._prefixes = PrefixStore(executor.plan.n_snapshots)
+        self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
+        self._n_requests = 0
+
+    @property
+    def capacity(self) -> int:
+        """Positions a sequence may have, prompt and answer together."""
+        return self.executor.plan.capacity
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its id. RequestError when it cannot be served as asked."""
+        self._check(request)
+        self._n_requests += 1
+        self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
+        return self._n_requests
+
+    def _check(self, request: Request) -> None:
+        n_prompt = len(request.prompt_ids)
+        if n_prompt == 0:
+            raise RequestError("the prompt is empty: at least one token is needed")
+        if n_prompt >= self.capacity:
+            raise RequestError(
+                f"the prompt has {n_prompt} tokens, the context holds {self.capacity}, of which one must be left "
+                "for the answer; shorten the prompt or raise -c"
+            )
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 1")
+        for token in request.prompt_ids:
+            if not 0 <= token < self.vocabulary_size:
+                raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.waiting or self._scheduler.running)
+
+    def generate(self, request: Request) -> Iterator[Delta]:
+        """Serve one request to its end. Closing the iterator cancels it."""
+        request_id = self.add(request)
+        try:
+            while self.has_work:
+                for delta in self.step():
+                    if delta.request_id == request_id:
+                        yield delta
+                        if delta.finish is not None:
+                            return
+        finally:
+            self.cancel(request_id)
+
+    def step(self) -> list[Delta]:
+        """One step of the model, and what it gave each request that took part."""
+        for sequence in self._scheduler.admit():
+            sequence.start(self._prefixes.find(sequence.ids) or self._empty_cache())
+        planned = self._scheduler.plan()
+        if not planned:
+            return []
+        batch, samplers = self._make_batch(planned)
+        try:
+            logits = self.executor.run(batch)
+        except BaseException:
+            # Rows may be half written: no cache of this batch can be trusted, so none is kept.
+            for sequence, _ in planned:
+                self._drop(sequence)
+            raise
+        for sequence, n_rows in planned:
+            sequence.cache.commit(n_rows)
+        rows = logits.float().cpu().numpy()
+        return [self._postprocess(sequence, rows[i]) for i, sequence in enumerate(samplers)]
+
+    def _empty_cache(self) -> SequenceCache:
+        return SequenceCache(self.executor.plan, self._kinds, self._pools)
+
+    def _make_batch(self, planned: list[tuple[SequenceState, int]]) -> tuple[Batch, list[SequenceState]]:
+        """The rows, and the sequences that will get a token from them, in the order of the wanted rows."""
+        batch, samplers = Batch(), []
+        for sequence, n_rows in planned:
+            is_last = n_rows == sequence.n_pending
+            self._append(sequence, batch, n_rows, [n_rows - 1] if is_last else [])
+            if is_last:
+                samplers.append(sequence)
+        return batch, samplers
+
+    def _append(self, sequence: SequenceState, batch: Batch, n_rows: int, wanted: list[int]) -> None:
+        """Old prefixes give up their pages before a running sequence goes without."""
+        start = sequence.cache.length
+        while True:
+            try:
+                return sequence.cache.append_rows(batch, sequence.ids[start : start + n_rows], wanted)
+            except CapacityError:
+                if not self._prefixes.evict():
+                    raise
+
+    def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
+        is_prompt_done = sequence.first_token_at is None
+        if is_prompt_done:
+            self._prefixes.put(sequence.ids, sequence.cache.fork())
+        try:
+            delta = sequence.accept(logits, self.capacity)
+        except NumericalError as error:
+            # Keys and values behind such logits are worthless: the cache goes, the engine stays.
+            delta = Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
+            self._drop(sequence)
+            return delta
+        if delta.finish is not None:
+            self._scheduler.remove(sequence)
+            self._prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
+        return delta
+
+    def _drop(self, sequence: SequenceState) -> None:
+        self._scheduler.remove(sequence)
+        if sequence.has_started:
+            sequence.cache.free()
+
+    def cancel(self, request_id: int) -> Finish | None:
+        """End a request now; None when it is not there any more. What it computed stays usable as a prefix."""
+        for sequence in (*self._scheduler.running, *self._scheduler.waiting):
+            if sequence.request_id == request_id:
+                finish = sequence.finish("cancelled", "cancelled")
+                self._scheduler.remove(sequence)
+                if sequence.has_started:
+                    self._prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
+                return finish
+        return None

@@ -1,0 +1,95 @@
+"""From a path to an engine that answers: the one place where files, text, model and executor are put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.engine import Engine
+from bytefloor.engine.reference import Precision, Progress, ReferenceExecutor
+from bytefloor.errors import RequestError, UnsupportedError
+from bytefloor.files.checkpoint import open_checkpoint
+from bytefloor.files.stored import Checkpoint
+from bytefloor.model.config import Rounding
+from bytefloor.model.decoder import build_step
+from bytefloor.model.families import Model, load_model
+from bytefloor.text.chat import ChatTemplate
+from bytefloor.text.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 8192
+"""Where the user names none: the model's own context, but no more than this. What is used is always shown."""
+WEIGHT_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """context: positions of prompt and answer together, None for the default. device: ``auto``, ``cpu`` or ``cuda``.
+
+    weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
+    """
+
+    context: int | None = None
+    device: str = "auto"
+    weights: str = "float32"
+    n_sequences: int = 1
+    chunk: int = 512
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model ready to answer. template is None for a model that has no chat format."""
+
+    model: Model
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    engine: Engine
+    device: torch.device
+    notices: tuple[str, ...]
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The checkpoint's own tokenizer."""
+    if checkpoint.container == "gguf":
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_directory(checkpoint.directory or checkpoint.path.parent, checkpoint.metadata)
+
+
+def open_engine(path: Path, options: EngineOptions, progress: Progress | None = None) -> Opened:
+    """Reads headers, builds the tokenizer, loads the weights. Refuses before it allocates what does not fit."""
+    checkpoint = open_checkpoint(path)
+    model = load_model(checkpoint)
+    tokenizer = open_tokenizer(checkpoint)
+    device = choose_device(options.device)
+    plan = CachePlan(choose_context(options.context, model), options.chunk, options.n_sequences)
+    step = build_step(model.config, model.weights, Rounding())
+    precision = Precision(weights=WEIGHT_TYPES[options.weights])
+    executor = ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress)
+    template = None
+    if tokenizer.chat_template is not None:
+        template = ChatTemplate(tokenizer.chat_template, tokenizer, model.config.family)
+    engine = Engine(executor, tokenizer, model.config.vocabulary_size)
+    return Opened(model, tokenizer, template, engine, device, (*checkpoint.notices, *tokenizer.notices))
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` takes a CUDA device where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("--device cuda: torch sees no CUDA device here")
+    if name not in ("cpu", "cuda"):
+        raise UnsupportedError(f"--device {name}: expected auto, cpu or cuda")
+    return torch.device(name)
+
+
+def choose_context(asked: int | None, model: Model) -> int:
+    """The capacity of a sequence. More than the model was made for is refused, not stretched."""
+    most = model.config.context_length
+    if asked is None:
+        return min(most, DEFAULT_CONTEXT)
+    if not 2 <= asked <= most:
+        raise RequestError(f"context {asked} is out of range: the model was made for 2 to {most} positions")
+    return asked

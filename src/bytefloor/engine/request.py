@@ -1,0 +1,70 @@
+"""What is asked of the engine, and what it says back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bytefloor.engine.sampler import Sampled
+from bytefloor.engine.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "loop", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    max_tokens: None goes on until the model ends its turn or the context is full.
+    stops: strings that end the answer and are not part of it.
+    ignores_end: end-of-turn tokens are printed as any other, for measuring.
+    detects_loops: end an answer that only repeats itself; the finish reason says so.
+    shown_ids: control tokens whose text is part of the answer, such as the tags around reasoning.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stops: tuple[str, ...] = ()
+    ignores_end: bool = False
+    detects_loops: bool = False
+    shown_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How an answer ended and what it took.
+
+    reason: ``stop`` the model's end token or a stop string, ``length`` max_tokens or a full context, ``loop`` it
+    repeated itself, ``cancelled``, ``error``. detail: the same in words.
+    n_cached: prompt tokens whose keys and values were already there. Seconds are wall time.
+    """
+
+    reason: FinishReason
+    detail: str
+    n_prompt: int
+    n_cached: int
+    n_generated: int
+    prompt_s: float
+    decode_s: float
+    seed: int
+
+    @property
+    def prompt_tok_s(self) -> float:
+        """Prompt tokens computed a second; cached ones do not count."""
+        return (self.n_prompt - self.n_cached) / self.prompt_s if self.prompt_s > 0 else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens a second after the first, which the prompt's last step gives."""
+        return (self.n_generated - 1) / self.decode_s if self.decode_s > 0 and self.n_generated > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to one request's answer. Texts of all deltas join to the answer."""
+
+    request_id: int
+    text: str
+    sampled: Sampled | None
+    finish: Finish | None = None

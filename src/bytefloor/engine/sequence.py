@@ -1,0 +1,88 @@
+"""One request while it runs: its tokens so far, its cache, its sampler and its text."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bytefloor.engine.cache import SequenceCache
+from bytefloor.engine.loops import is_looping
+from bytefloor.engine.request import Delta, Finish, FinishReason, Request
+from bytefloor.engine.sampler import Sampled, Sampler
+from bytefloor.text.stop import StopMatcher
+from bytefloor.text.tokenizer import Tokenizer
+
+
+class SequenceState:
+    """ids: prompt and answer. The first cache.length of them are computed, the others pending."""
+
+    def __init__(self, request_id: int, request: Request, tokenizer: Tokenizer, banned_ids: frozenset[int]) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.ids = list(request.prompt_ids)
+        self.cache: SequenceCache
+        self.has_started = False
+        self.first_token_at: float | None = None
+        self._sampler = Sampler(request.sampling, request.prompt_ids, banned_ids)
+        self._end_ids = frozenset() if request.ignores_end else tokenizer.end_ids
+        self._decoder = tokenizer.stream(request.prompt_ids, keep_special=request.shown_ids)
+        self._stop = StopMatcher(request.stops)
+        self._started_at = time.perf_counter()
+        self._n_cached = 0
+
+    @property
+    def n_pending(self) -> int:
+        return len(self.ids) - self.cache.length
+
+    @property
+    def n_generated(self) -> int:
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    def start(self, cache: SequenceCache) -> None:
+        """Begin from a cache that holds the first tokens, or nothing."""
+        self.cache = cache
+        self.has_started = True
+        self._n_cached = cache.length
+        self._started_at = time.perf_counter()
+
+    def accept(self, logits: Any, capacity: int) -> Delta:
+        """Sample the next token from a row of logits, and turn it into text. NumericalError for logits that are NaN."""
+        sampled = self._sampler.sample(logits, len(self.ids) - 1)
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        self.ids.append(sampled.id)
+        if sampled.id in self._end_ids:
+            return self._last("stop", "end of turn", self._flush(), sampled)
+        text, is_stopped = self._stop.push(self._decoder.push(sampled.id))
+        if is_stopped:
+            return self._last("stop", "stop string", text, sampled)
+        if self.n_generated == self.request.max_tokens:
+            return self._last("length", f"max_tokens {self.request.max_tokens}", text + self._flush(), sampled)
+        if len(self.ids) >= capacity:
+            return self._last("length", f"context of {capacity} is full", text + self._flush(), sampled)
+        if self.request.detects_loops and is_looping(self.ids[len(self.request.prompt_ids) :]):
+            return self._last("loop", "the answer repeats itself", text + self._flush(), sampled)
+        return Delta(self.request_id, text, sampled)
+
+    def _flush(self) -> str:
+        """Text held back for a longer character or a stop string that did not come."""
+        text, is_stopped = self._stop.push(self._decoder.finish())
+        return text if is_stopped else text + self._stop.finish()
+
+    def _last(self, reason: FinishReason, detail: str, text: str, sampled: Sampled) -> Delta:
+        return Delta(self.request_id, text, sampled, self.finish(reason, detail))
+
+    def finish(self, reason: FinishReason, detail: str) -> Finish:
+        """What the request took until now."""
+        end = time.perf_counter()
+        first = self.first_token_at if self.first_token_at is not None else end
+        return Finish(
+            reason=reason,
+            detail=detail,
+            n_prompt=len(self.request.prompt_ids),
+            n_cached=self._n_cached,
+            n_generated=self.n_generated,
+            prompt_s=first - self._started_at,
+            decode_s=end - first,
+            seed=self._sampler.seed,
+        )

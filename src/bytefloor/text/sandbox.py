@@ -1,0 +1,127 @@
+"""Runs a chat template. Templates come with model files, so they are programs of strangers.
+
+They see strings, numbers, lists and nothing else; a budget of steps ends those that would run on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from bytefloor.errors import RequestError
+
+#: Loop rounds and calls in one rendering; a thousand messages with tools need about a tenth.
+MAX_STEPS = 1_000_000
+#: The longest string or list that a template may make by repeating one.
+MAX_REPEATED = 1_000_000
+_MAX_EXPONENT = 64
+_BUDGET = "__steps_left"
+
+
+class _Refusal(Exception):
+    """The template called raise_exception."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what a model wrote, for training; here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as a set on the class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The body alone."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox with a budget: each round of a loop and each call costs a step."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    # The base class's own parameter names, which keep clear of keyword arguments a template may pass.
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls on behalf of the template."""
+        _spend(__context)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Multiplies and raises, within bounds."""
+        if operator == "**" and not (abs(right) <= _MAX_EXPONENT and abs(left) <= MAX_REPEATED):
+            raise SecurityError(f"{left} ** {right} is beyond what a chat template may compute")
+        for made, count in ((left, right), (right, left)):
+            if operator == "*" and isinstance(made, (str, list, tuple)) and len(made) * count > MAX_REPEATED:
+                raise SecurityError(f"a chat template may not repeat something into more than {MAX_REPEATED} items")
+        return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _spend(context)
+        yield item
+
+
+def _spend(context: Context) -> None:
+    # Kept among what the rendering was given, which a template's own assignments do not reach.
+    steps: list[int] = context.parent[_BUDGET]
+    steps[0] -= 1
+    if steps[0] < 0:
+        raise SecurityError(f"the chat template took more than {MAX_STEPS} steps")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise _Refusal(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as models were trained on it: no HTML escapes, characters as themselves (`ensure_ascii` is not heeded)."""
+    allowed = {key: options[key] for key in ("separators", "sort_keys") if key in options}
+    return json.dumps(value, ensure_ascii=False, indent=indent, **allowed)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["counted"] = _counted
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
+    """The template as a function of its variables. It raises RequestError, in the template's own words where it refuses."""
+    try:
+        template = _environment().from_string(source)
+    except (jinja2.TemplateError, RecursionError) as problem:
+        raise RequestError(f"the model's chat template cannot be read: {problem}") from problem
+
+    def render(variables: Mapping[str, Any]) -> str:
+        try:
+            return template.render({**variables, _BUDGET: [MAX_STEPS]})
+        except _Refusal as refusal:
+            raise RequestError(f"the model's chat template refuses these messages: {refusal}") from None
+        except Exception as problem:  # whatever a stranger's program does wrong is not a bug of ours
+            raise RequestError(f"the model's chat template failed on these messages: {problem}") from problem
+
+    return render
