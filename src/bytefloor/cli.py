@@ -56,7 +56,9 @@ ModelOption = Annotated[
 ]
 ContextOption = Annotated[
     Any,
-    typer.Option("-c", "--context", parser=parse_size, metavar="N", help="Positions of prompt and answer together (32k)."),
+    typer.Option(
+        "-c", "--context", parser=parse_size, metavar="N", help="Positions of prompt and answer together (32k)."
+    ),
 ]
 TokensOption = Annotated[int, typer.Option("-n", "--tokens", help="Most tokens of an answer; -1: until it ends.")]
 SeedOption = Annotated[int | None, typer.Option("-s", "--seed", help="Makes sampling repeatable; 0 is a seed.")]

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bytefloor.engine.penalties import Repeats
-from bytefloor.engine.sampler import Sampler, highest, uniforms
+from bytefloor.engine.sampler import Sampler, highest, smallest_set, uniforms
 from bytefloor.engine.sampling_params import SamplingParams, make_seed
 from bytefloor.errors import NumericalError, RequestError, ShapeError
 
@@ -258,6 +258,14 @@ def test_draw_is_the_inverse_cdf_in_descending_probability_ties_by_lower_id():
         assert sampler.sample(logits, position).id == order[int(np.searchsorted(edges, u))]
 
 
+def test_a_draw_past_the_rounded_sum_takes_the_last_that_counts():
+    score = np.arange(100.0)[::-1].copy()
+    weight = np.where(score > 20, 0.01, 0.0)
+    assert smallest_set(score, weight, 1.0)[-1] == 78
+    score[40:] = -np.inf
+    assert smallest_set(score, weight, 1.0)[-1] == 39
+
+
 # Distributions: 20,000 draws against exact probabilities ---------------------------------------------------------
 
 
@@ -490,6 +498,11 @@ def test_the_window_counts_from_the_end():
     assert distribution[0] == distribution[3] > distribution[1] == distribution[2]
 
 
+def test_a_sampled_token_joins_the_history():
+    sampler = Sampler(params(temperature=0.0, presence_penalty=2.0), [])
+    assert [sampler.sample(row(3, 2, 0.5), i).id for i in range(4)] == [0, 1, 0, 0]
+
+
 def test_windows_of_none_and_all():
     long = [0] + [1] * 300
     flat = [1.0, 1.0, 1.0]
@@ -500,9 +513,13 @@ def test_windows_of_none_and_all():
     assert distribution[1] < distribution[0] == distribution[2]
 
 
-histories = st.lists(st.integers(0, 3), max_size=60)
+# Loops too: only there does a match outgrow the window.
+histories = st.lists(st.integers(0, 3), max_size=60) | st.builds(
+    lambda loop, n: loop * n, st.lists(st.integers(0, 3), max_size=4), st.integers(1, 15)
+)
 
 
+@settings(deadline=None)
 @given(histories, histories, st.integers(-1, 40), st.sampled_from([(), ((3,),), ((0, 1), (2,)), ((1, 1, 1),)]))
 def test_dry_matches_against_the_quadratic_one(prompt, written, window, breakers):
     repeats = Repeats(prompt, window, breakers)
@@ -896,6 +913,7 @@ def test_any_request_gives_a_legal_token_from_the_slow_distribution(p, logits, p
     assert sampled.id == token
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-20, 20), min_size=1, max_size=700), st.integers(1, 700))
 def test_highest_is_a_stable_sort_cut_off(scores, n):
     wanted = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:n]

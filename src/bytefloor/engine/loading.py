@@ -40,7 +40,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model ready to answer. template is None for a model that has no chat format."""
+    """A model ready to answer. template is None for a file that brings no chat template."""
 
     model: Model
     tokenizer: Tokenizer
@@ -67,9 +67,8 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     step = build_step(model.config, model.weights, Rounding())
     precision = Precision(weights=WEIGHT_TYPES[options.weights])
     executor = ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress)
-    template = None
-    if tokenizer.chat_template is not None:
-        template = ChatTemplate(tokenizer.chat_template, tokenizer, model.config.family)
+    has_template = tokenizer.chat_template is not None
+    template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size)
     return Opened(model, tokenizer, template, engine, device, (*checkpoint.notices, *tokenizer.notices))
 

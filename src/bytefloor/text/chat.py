@@ -92,7 +92,8 @@ class ChatTemplate:
         tags = (self.reasoning_tags.open, self.reasoning_tags.close) if self.reasoning_tags else ()
         self.reasoning_ids = frozenset(id for text, id in control.items() if any(tag.startswith(text) for tag in tags))
         self.supports_thinking = "enable_thinking" in source or any(tag in source for tag in tags)
-        self._shield = Shield([*control, *tags])
+        self._shield = Shield([*control, *(tag for tag in tags if tag.endswith(">"))])
+        self._always_opens_thought = self._finds_open_thought()
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer, family: str, *, bare_model_turn: bool = False) -> ChatTemplate:
@@ -164,7 +165,8 @@ class ChatTemplate:
         turns = _system_folded(messages) if fold_system else list(messages)
         given = [self._variables(message) for message in turns]
         marker = self._shield.marker(given, tools, kwargs, self.source)
-        variables: dict[str, Any] = self._shield.broken({**kwargs, "tools": tools or None}, marker)
+        variables = {name: self._shield.broken(value, marker) for name, value in kwargs.items()}
+        variables["tools"] = self._shield.broken(list(tools), marker) if tools else None
         variables["messages"] = [
             {"role": turn["role"], **self._shield.broken({k: v for k, v in turn.items() if k != "role"}, marker)}
             for turn in given
@@ -188,12 +190,21 @@ class ChatTemplate:
         # In the marked text no user's spelling of the tag is whole.
         return self.reasoning_tags is not None and rendered.marked.rstrip().endswith(self.reasoning_tags.open)
 
+    def _finds_open_thought(self) -> bool:
+        """Whether a plain request ends inside a thought."""
+        try:
+            return self._opens_thought(self._rendered([Message("user", "Hello")], None, None, True, False, {}))
+        except RequestError:  # a template may ask for more than a plain request has
+            return False
+
     def _variables(self, message: Message) -> dict[str, Any]:
         """The message as templates expect it."""
         content, reasoning = message.content, message.reasoning
         if message.role == "assistant" and reasoning is None and self.reasoning_tags:
             # Clients send whole replies back; the template can only drop a thought that it is told of.
-            reasoning, content = _history_split(content, self.reasoning_tags)
+            # Where the prompt opened it, the reply has only the closing tag.
+            is_open = self._always_opens_thought and self.reasoning_tags.close in content
+            reasoning, content = split_reasoning(content, self.reasoning_tags, is_open=is_open)
         turn: dict[str, Any] = {"role": message.role, "content": content}
         if reasoning:
             turn |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -210,12 +221,6 @@ def _tags(source: str, control: Mapping[str, int], family: str) -> ReasoningTags
     if "<|channel>" in source or "<|channel>" in control or family == "gemma4":
         return CHANNEL
     return THINK if "<think>" in source or "</think>" in source or "<think>" in control else None
-
-
-def _history_split(content: str, tags: ReasoningTags) -> tuple[str, str]:
-    """(thought, answer) of an earlier reply; the opening tag may have been part of its prompt."""
-    is_open = tags.close in content and tags.open not in content
-    return split_reasoning(content, tags, is_open=is_open)
 
 
 def _check(messages: Sequence[Message]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -19,10 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from bytefloor.errors import RequestError
 
-#: Loop rounds and calls in one rendering; a thousand messages with tools need about a tenth.
+#: What one rendering may cost: a loop's round one step, a call five. A thousand messages need a few tens of thousands.
 MAX_STEPS = 1_000_000
+_CALL_STEPS = 5
 #: The longest string or list that a template may make by repeating one.
 MAX_REPEATED = 1_000_000
+#: The longest text that a template may make by joining: sixteen times the longest prompt.
+MAX_JOINED = 64_000_000
 _MAX_EXPONENT = 64
 _BUDGET = "__steps_left"
 
@@ -43,24 +46,29 @@ class _GenerationTag(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox with a budget: each round of a loop and each call costs a step."""
+    """The sandbox with a budget: rounds of loops and calls cost steps."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            loop.iter = _filtered(loop.iter, "counted")
+        for concat in tree.find_all(nodes.Concat):  # `~`, which is no operator to the sandbox
+            concat.nodes = [_filtered(operand, "bounded") for operand in concat.nodes]
         return tree
 
     # The base class's own parameter names, which keep clear of keyword arguments a template may pass.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls on behalf of the template."""
-        _spend(__context)
+        _spend(__context, _CALL_STEPS)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Multiplies and raises, within bounds."""
+        """Adds, multiplies and raises, within bounds."""
+        if operator == "+":
+            _bounded(left)
+            _bounded(right)
         if operator == "**" and not (abs(right) <= _MAX_EXPONENT and abs(left) <= MAX_REPEATED):
             raise SecurityError(f"{left} ** {right} is beyond what a chat template may compute")
         for made, count in ((left, right), (right, left)):
@@ -69,17 +77,27 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+def _filtered(expression: nodes.Node, name: str) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, expression), name, [], [], None, None, lineno=expression.lineno)
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, (str, list, tuple)) and len(value) > MAX_JOINED // 2:
+        raise SecurityError(f"a chat template may not make texts longer than {MAX_JOINED}")
+    return value
+
+
 @jinja2.pass_context
 def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
-        _spend(context)
+        _spend(context, 1)
         yield item
 
 
-def _spend(context: Context) -> None:
+def _spend(context: Context, n_steps: int) -> None:
     # Kept among what the rendering was given, which a template's own assignments do not reach.
     steps: list[int] = context.parent[_BUDGET]
-    steps[0] -= 1
+    steps[0] -= n_steps
     if steps[0] < 0:
         raise SecurityError(f"the chat template took more than {MAX_STEPS} steps")
 
@@ -103,6 +121,7 @@ def _environment() -> _Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["counted"] = _counted
+    environment.filters["bounded"] = _bounded
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -110,7 +129,7 @@ def _environment() -> _Environment:
 
 
 def compiled(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """The template as a function of its variables. It raises RequestError, in the template's own words where it refuses."""
+    """The template as a function of its variables. It raises RequestError, with the template's words if it refuses."""
     try:
         template = _environment().from_string(source)
     except (jinja2.TemplateError, RecursionError) as problem:

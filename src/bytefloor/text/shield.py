@@ -72,9 +72,9 @@ class Shield:
         return set()
 
     def _head_cut(self, text: str) -> set[int]:
-        """Before a beginning that ends a spelling."""
+        """Before a beginning that ends a spelling. A beginning of a mere word is left alone: it may be a key."""
         for length in range(1, min(len(text), self._longest() - 1) + 1):
-            if _begins_one(text[:length][::-1], self._reversed):
+            if not text[:length].isalnum() and _begins_one(text[:length][::-1], self._reversed):
                 return {0}
         return set()
 

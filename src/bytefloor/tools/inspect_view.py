@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from bytefloor.tools.inspect import Report, shorten
+
+PIPE_WIDTH = 200
 
 
 def print_json(report: Report, gb_s: float) -> None:
@@ -18,7 +21,8 @@ def print_json(report: Report, gb_s: float) -> None:
 
 def print_report(report: Report, gb_s: float, lists_tensors: bool) -> None:
     """Metadata, formats and the floor; every tensor where asked for."""
-    console = Console(highlight=False, soft_wrap=True)
+    # Into a pipe nothing is folded: whoever reads it there wants whole lines.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(f"[bold]{escape(report.path)}[/bold] ({report.container})")
     for notice in report.notices:
         console.print(f"note: {escape(notice)}")
@@ -47,7 +51,9 @@ def _print_formats(console: Console, report: Report) -> None:
     for heading in ("format", "tensors", "weights", "bytes", "bits per weight"):
         table.add_column(heading, justify="left" if heading == "format" else "right")
     for row in report.formats:
-        table.add_row(row.name, f"{row.n_tensors}", f"{row.n_weights:,}", f"{row.n_bytes:,}", f"{row.bits_per_weight:.3f}")
+        table.add_row(
+            row.name, f"{row.n_tensors}", f"{row.n_weights:,}", f"{row.n_bytes:,}", f"{row.bits_per_weight:.3f}"
+        )
     n_bits = 8 * report.n_bytes / max(1, report.n_weights)
     table.add_row("all", str(len(report.tensors)), f"{report.n_weights:,}", f"{report.n_bytes:,}", f"{n_bits:.3f}")
     console.print(table)

@@ -1,0 +1,220 @@
+"""``chat``: a conversation. What earlier turns computed is kept, and each answer says how much of it was reused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bytefloor.engine.loading import EngineOptions, Opened
+from bytefloor.engine.request import Request
+from bytefloor.engine.sampling_params import SamplingParams
+from bytefloor.errors import BytefloorError, RequestError
+from bytefloor.text.chat import ChatTemplate, Message
+from bytefloor.tools.run import Printer, detects_loops
+from bytefloor.tools.session import Answer, count_tokens, open_with_progress, stream_answer, summary, write
+
+HELP = """\
+/help                this list
+/exit                leave (also Ctrl-D)
+/reset               forget the conversation
+/undo                forget the last question and its answer
+/retry               answer the last question again
+/system TEXT         set the system message and start over; without TEXT remove it
+/thinking on|off|auto   ask the template for thinking
+/thinking show|hide  show or hide it
+/temp X              temperature
+/context             how full the context is
+A line that ends in \\ goes on in the next one. Ctrl-C ends an answer."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What ``chat`` was asked."""
+
+    sampling: SamplingParams
+    n_tokens: int
+    stops: tuple[str, ...]
+    system: str | None
+    thinking: bool | None
+    is_thought_shown: bool
+
+
+class Leave(Exception):
+    """The user is done."""
+
+
+class Conversation:
+    """The turns so far and how to take the next one."""
+
+    def __init__(self, opened: Opened, options: ChatOptions) -> None:
+        self.opened = opened
+        self.options = options
+        self.template = ChatTemplate.for_tokenizer(opened.tokenizer, opened.model.config.family)
+        self.turns: list[Message] = []
+        self.n_context = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """System message and turns."""
+        head = [Message("system", self.options.system)] if self.options.system else []
+        return [*head, *self.turns]
+
+    def ask(self, text: str) -> Answer:
+        """Put a question and stream the answer. A question that is refused leaves the conversation as it was."""
+        self.turns.append(Message("user", text))
+        try:
+            answer = self._answer()
+        except BaseException:
+            self.turns.pop()
+            raise
+        self.turns.append(Message("assistant", answer.text, reasoning=answer.reasoning or None))
+        return answer
+
+    def _answer(self) -> Answer:
+        prompt = self.template.prepare(self.messages, thinking=self.options.thinking)
+        request = Request(
+            prompt_ids=tuple(prompt.ids),
+            max_tokens=count_tokens(self.options.n_tokens),
+            sampling=self.options.sampling,
+            stops=self.options.stops,
+            detects_loops=detects_loops(self.opened),
+            shown_ids=prompt.keep_special,
+        )
+        printer = Printer(self.options.is_thought_shown)
+        answer = stream_answer(self.opened.engine, request, prompt.splitter(), printer)
+        self.n_context = len(prompt.ids) + len(answer.ids)
+        return answer
+
+    def undo(self) -> str:
+        """Forget the last question and answer; returns the question."""
+        if len(self.turns) < 2:
+            raise RequestError("there is nothing to undo yet")
+        question = self.turns[-2].content
+        del self.turns[-2:]
+        return question
+
+    def command(self, line: str) -> str | None:
+        """Carry out a /command; a text that comes back is a question to ask."""
+        word, _, rest = line.partition(" ")
+        rest = rest.strip()
+        commands: dict[str, Callable[[str], str | None]] = {
+            "/help": lambda _: _say(HELP),
+            "/exit": _leave,
+            "/quit": _leave,
+            "/reset": self._reset,
+            "/undo": lambda _: _say(f"forgotten: {self.undo()}"),
+            "/retry": lambda _: self.undo(),
+            "/system": self._set_system,
+            "/thinking": self._set_thinking,
+            "/temp": self._set_temperature,
+            "/context": lambda _: _say(f"{self.n_context} of {self.opened.engine.capacity} positions used"),
+        }
+        if word not in commands:
+            raise RequestError(f"{word} is no command; /help lists them")
+        return commands[word](rest)
+
+    def _reset(self, _: str) -> None:
+        self.turns.clear()
+        self.n_context = 0
+
+    def _set_system(self, text: str) -> None:
+        self.options = replace(self.options, system=text or None)
+        self._reset("")
+
+    def _set_thinking(self, word: str) -> None:
+        if word in ("show", "hide"):
+            self.options = replace(self.options, is_thought_shown=word == "show")
+        elif word in ("on", "off", "auto"):
+            self.options = replace(self.options, thinking={"on": True, "off": False, "auto": None}[word])
+        else:
+            raise RequestError(f"/thinking {word}: expected on, off, auto, show or hide")
+
+    def _set_temperature(self, word: str) -> None:
+        try:
+            value = float(word)
+        except ValueError:
+            raise RequestError(f"/temp {word}: expected a number") from None
+        self.options = replace(self.options, sampling=replace(self.options.sampling, temperature=value))
+
+
+def _say(text: str) -> None:
+    write(text + "\n")
+
+
+def _leave(_: str) -> None:
+    raise Leave
+
+
+def converse(model: str | None, options: EngineOptions, asked: ChatOptions) -> None:
+    """Read questions until the user leaves."""
+    count_tokens(asked.n_tokens)
+    conversation = Conversation(open_with_progress(model, options), asked)
+    _introduce(conversation)
+    read = _reader()
+    while True:
+        try:
+            line = read()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            _take_line(conversation, line)
+        except Leave:
+            return
+        except BytefloorError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def _introduce(conversation: Conversation) -> None:
+    opened = conversation.opened
+    for notice in conversation.template.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    config = opened.model.config
+    print(f"{config.name} ({config.family}), context {opened.engine.capacity}, {opened.device}; /help", file=sys.stderr)
+
+
+def _take_line(conversation: Conversation, line: str) -> None:
+    question: str | None = line
+    if line.startswith("/"):
+        question = conversation.command(line)
+    if question is None or not question.strip():
+        return
+    answer = conversation.ask(question)
+    write("\n")
+    print(summary(answer.finish, conversation.opened), file=sys.stderr)
+
+
+def _reader() -> Callable[[], str]:
+    """Line editing and history on a terminal; plain lines from a pipe."""
+    if not sys.stdin.isatty():
+        return lambda: _joined(_plain_line)
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory
+
+    session: PromptSession[str] = PromptSession(history=FileHistory(str(_history_path())))
+    return lambda: _joined(session.prompt)
+
+
+def _plain_line(_: str) -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")
+
+
+def _joined(read: Callable[[str], str]) -> str:
+    """One question; a line that ends in a backslash goes on in the next."""
+    lines = [read("> ")]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1][:-1]
+        lines.append(read(". "))
+    return "\n".join(lines)
+
+
+def _history_path() -> Path:
+    base = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")).expanduser()
+    folder = base / "bytefloor"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "chat_history"

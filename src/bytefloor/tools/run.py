@@ -1,0 +1,136 @@
+"""``run``: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bytefloor.engine.loading import EngineOptions, Opened
+from bytefloor.engine.request import Request
+from bytefloor.engine.sampling_params import SamplingParams
+from bytefloor.errors import FileError, RequestError
+from bytefloor.text.chat import ChatPrompt, Message
+from bytefloor.text.reasoning import Channel
+from bytefloor.tools.session import Answer, count_tokens, open_with_progress, stream_answer, summary, write
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What ``run`` was asked beside the prompt."""
+
+    sampling: SamplingParams
+    n_tokens: int
+    stops: tuple[str, ...]
+    system: str | None
+    thinking: bool | None
+    is_raw: bool
+    is_json: bool
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """From -p, from a file, or from standard input when it is not a terminal or -p is '-'."""
+    if prompt is not None and file is not None:
+        raise RequestError("both -p and -f were given; one of them is enough")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"{file}: cannot be read as text: {error}") from None
+    elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
+        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    elif prompt is not None:
+        text = prompt
+    else:
+        raise RequestError("no prompt: give one with -p or -f, or pipe it in")
+    if not text.strip():
+        raise RequestError("the prompt is empty")
+    return text
+
+
+def answer_once(model: str | None, text: str, options: EngineOptions, asked: RunOptions) -> int:
+    """Prints the answer as it comes; the exit status, 1 if it ended in an error."""
+    n_tokens = count_tokens(asked.n_tokens)
+    opened = open_with_progress(model, options)
+    prompt = make_prompt(opened, text, asked)
+    request = Request(
+        prompt_ids=tuple(prompt.ids),
+        max_tokens=n_tokens,
+        sampling=asked.sampling,
+        stops=asked.stops,
+        detects_loops=detects_loops(opened),
+        shown_ids=prompt.keep_special,
+    )
+    show = (lambda channel, piece: None) if asked.is_json else Printer()
+    answer = stream_answer(opened.engine, request, prompt.splitter(), show)
+    if asked.is_json:
+        write(json.dumps(to_json(opened, prompt, answer, asked.sampling.n_logprobs), ensure_ascii=False) + "\n")
+    else:
+        write("\n")
+        print(summary(answer.finish, opened), file=sys.stderr)
+    return 1 if answer.finish.reason == "error" else 0
+
+
+def make_prompt(opened: Opened, text: str, asked: RunOptions) -> ChatPrompt:
+    """Through the file's chat template; as it is with --raw, or where the file brings none."""
+    if asked.is_raw or opened.template is None:
+        if asked.system is not None or asked.thinking is not None:
+            why = "--raw was given" if asked.is_raw else "the model has no chat template"
+            raise RequestError(f"--system and --thinking need a chat template, and {why}")
+        ids = opened.tokenizer.encode(text)
+        return ChatPrompt(text, ids, is_thought_open=False, reasoning_tags=None, keep_special=frozenset())
+    messages = [Message("user", text)]
+    if asked.system is not None:
+        messages.insert(0, Message("system", asked.system))
+    return opened.template.prepare(messages, thinking=asked.thinking)
+
+
+def detects_loops(opened: Opened) -> bool:
+    """On for Gemma's instruct models, which can fall into loops."""
+    return opened.template is not None and opened.model.config.family.startswith("gemma")
+
+
+class Printer:
+    """Prints pieces on standard output, and marks where a thought begins and ends."""
+
+    def __init__(self, is_thought_shown: bool = True) -> None:
+        self._channel: Channel = "content"
+        self._is_thought_shown = is_thought_shown
+
+    def __call__(self, channel: Channel, text: str) -> None:
+        if channel == "reasoning" and not self._is_thought_shown:
+            return
+        if channel != self._channel:
+            write("[thinking]\n" if channel == "reasoning" else "\n[/thinking]\n")
+            self._channel = channel
+        write(text)
+
+
+def to_json(opened: Opened, prompt: ChatPrompt, answer: Answer, n_logprobs: int) -> dict:
+    """Everything about the answer as one JSON object."""
+    token_text = opened.tokenizer.token_text
+    body: dict = {
+        "model": opened.model.config.name,
+        "prompt": prompt.text,
+        "prompt_ids": list(prompt.ids),
+        "text": answer.text,
+        "reasoning": answer.reasoning,
+        "ids": list(answer.ids),
+        **asdict(answer.finish),
+        "prompt_tok_s": answer.finish.prompt_tok_s,
+        "decode_tok_s": answer.finish.decode_tok_s,
+        "context": opened.engine.capacity,
+        "device": str(opened.device),
+    }
+    if n_logprobs:
+        body["logprobs"] = [
+            {
+                "id": each.id,
+                "text": token_text(each.id),
+                "logprob": each.logprob,
+                "top": [{"id": id, "text": token_text(id), "logprob": value} for id, value in each.top],
+            }
+            for each in answer.sampled
+        ]
+    return body

@@ -1,0 +1,105 @@
+"""What ``run`` and ``chat`` share: opening a model with a progress bar, streaming an answer, the line at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from bytefloor.engine.engine import Engine
+from bytefloor.engine.loading import EngineOptions, Opened, open_engine
+from bytefloor.engine.request import Delta, Finish, Request
+from bytefloor.engine.sampler import Sampled
+from bytefloor.errors import RequestError
+from bytefloor.text.reasoning import Channel, ReasoningSplitter
+from bytefloor.tools.models import find_model
+
+Show = Callable[[Channel, str], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished reply, thought and answer apart."""
+
+    text: str
+    reasoning: str
+    ids: tuple[int, ...]
+    sampled: tuple[Sampled, ...]
+    finish: Finish
+
+
+def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
+    """Notices and the bar go to standard error, so that standard output is the answer alone."""
+    path = find_model(name)
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(path.name, total=None)
+        opened = open_engine(path, options, lambda done, total: bar.update(task, completed=done, total=total))
+    for notice in opened.notices:
+        console.print(f"note: {notice}", markup=False)
+    return opened
+
+
+def count_tokens(n: int) -> int | None:
+    """-n as a request has it: -1 is without limit."""
+    if n == -1:
+        return None
+    if n < 1:
+        raise RequestError(f"-n {n}: expected at least 1, or -1 for no limit")
+    return n
+
+
+def stream_answer(engine: Engine, request: Request, splitter: ReasoningSplitter, show: Show) -> Answer:
+    """Serve a request, showing each piece as it comes. Ctrl-C ends the answer, not the program."""
+    texts: dict[Channel, list[str]] = {"content": [], "reasoning": []}
+    sampled: list[Sampled] = []
+
+    def take(pieces: Sequence[tuple[Channel, str]]) -> None:
+        for channel, text in pieces:
+            texts[channel].append(text)
+            show(channel, text)
+
+    request_id = engine.add(request)
+    finish: Finish | None = None
+    try:
+        while finish is None:
+            for delta in engine.step():
+                finish = _take_delta(delta, sampled, splitter, take)
+    except KeyboardInterrupt:
+        finish = engine.cancel(request_id) or finish
+        if finish is None:
+            raise
+    take(splitter.finish())
+    ids = tuple(each.id for each in sampled)
+    return Answer("".join(texts["content"]), "".join(texts["reasoning"]), ids, tuple(sampled), finish)
+
+
+def _take_delta(delta: Delta, sampled: list[Sampled], splitter: ReasoningSplitter, take: Callable) -> Finish | None:
+    if delta.sampled is not None:
+        sampled.append(delta.sampled)
+    take(splitter.push(delta.text))
+    return delta.finish
+
+
+def summary(finish: Finish, opened: Opened) -> str:
+    """One line: how it ended and how fast it was."""
+    cached = f", {finish.n_cached} of them from the cache" if finish.n_cached else ""
+    return (
+        f"[{finish.detail}] prompt {finish.n_prompt} tokens{cached}: {finish.prompt_tok_s:.1f} tok/s; "
+        f"answer {finish.n_generated} tokens: {finish.decode_tok_s:.1f} tok/s; "
+        f"context {opened.engine.capacity}; {opened.device}; seed {finish.seed}"
+    )
+
+
+def write(text: str) -> None:
+    """To standard output, at once. Text that the terminal's encoding lacks is escaped rather than fatal."""
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError:
+        encoding = sys.stdout.encoding or "ascii"
+        sys.stdout.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    sys.stdout.flush()
