@@ -362,10 +362,15 @@ def test_typical_comes_before_top_p():
     assert kept(np.log([0.4, 0.15, 0.15, 0.1, 0.1, 0.1]), typical_p=0.25, top_p=0.3) == {1}
 
 
+def test_top_p_comes_before_min_p():
+    # Min-p first would leave .625 .375, of which the first alone reaches .6.
+    assert kept(np.log([0.5, 0.3, 0.1, 0.1]), top_p=0.6, min_p=0.5) == {0, 1}
+
+
 def test_min_p_comes_before_xtc():
-    # XTC first would leave .06 and .04 and min-p would keep both.
-    logits = np.log([0.5, 0.4, 0.06, 0.04])
-    assert kept(logits, min_p=0.5, xtc_probability=1.0) == {1}
+    # XTC first would drop 0 and 1, and min-p then keep 2 and 3.
+    logits = np.log([0.5, 0.2, 0.16, 0.14])
+    assert kept(logits, min_p=0.35, xtc_probability=1.0, xtc_threshold=0.15) == {1}
 
 
 def test_bans_and_bias_come_before_the_penalties():

@@ -136,6 +136,16 @@ def test_llama_names_sizes_and_rope_scaling(tmp_path):
     assert "rope_scaling" not in opened(tmp_path, llama_tensors(), LLAMA).metadata
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "gemma4_12b_it_fp4.safetensors"])
+def test_directory_with_one_artifact_opens(tmp_path, name):
+    """Its content says what it is, whatever it is called."""
+    metadata = {"mila_config": json.dumps(GEMMA), "mila_quantization": "per_group_fp4_128"}
+    (tmp_path / name).write_bytes(make.safetensors_of(gemma_tensors(), metadata))
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.path, checkpoint.directory) == (tmp_path, tmp_path)
+    assert "layers.1.self_attn.k_proj.weight" in checkpoint.tensors
+
+
 def test_sizes_that_contradict_the_shapes_are_refused(tmp_path):
     with pytest.raises(
         FileError, match=r"tf_layer_0\.qkv_proj\.weight has 256 rows, mila_config expects 256 \(self_attn"

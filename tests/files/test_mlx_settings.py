@@ -114,6 +114,12 @@ def test_affine_modules_in_an_mxfp4_file(tmp_path, entry):
     assert set(checkpoint.tensors[f"{DOWN}.weight"].read()) == {"weight", "scales", "biases"}
 
 
+def test_entry_without_a_mode_and_biases_means_the_mode_of_the_file(tmp_path):
+    """M02: affine needs biases; without them the file's own mode is meant."""
+    settings = {"group_size": 32, "bits": 4, "mode": "mxfp4", Q: {"group_size": 32, "bits": 4}}
+    assert format_of(opened(tmp_path, scaled(Q), settings), Q) == "mlx-mxfp4"
+
+
 def test_all_modes_in_one_file(tmp_path):
     """M02, M09: each module by its own entry; gate and up alike, down different."""
     gate = UP.replace("up", "gate")
@@ -210,6 +216,15 @@ def test_evidence_against_the_settings_is_refused_with_names(tmp_path, what):
 def test_unknown_layout_is_refused_by_name(tmp_path, settings):
     with pytest.raises(UnsupportedError, match="quantization"):
         opened(tmp_path, affine(Q), settings)
+
+
+def test_entry_that_fits_no_module_is_told(tmp_path):
+    """An ignored override is never silent; those of towers that are not loaded are no news."""
+    entry = {"group_size": 64, "bits": 8}
+    settings = {**DEFAULT, f"decoder.{Q}": entry, "vision_tower.x": entry, f"model.{Q}": {"group_size": 64, "bits": 4}}
+    checkpoint = opened(tmp_path, affine(Q), settings)
+    assert checkpoint.notices == (f"1 quantization entries of config.json fit no module, such as decoder.{Q}",)
+    assert not opened(tmp_path, affine(Q), DEFAULT).notices
 
 
 def test_config_of_a_real_mixed_file_is_understood(tmp_path):

@@ -198,7 +198,7 @@ def test_every_format_is_listed_under_its_own_name():
     ("wrong", "near"), [("q4k", "Q4_K"), ("NVFP4-model-opt", "NVFP4-modelopt"), ("affine-4b-g63", "affine-4b-g64")]
 )
 def test_unknown_name_is_refused_with_names_near_it(wrong, near):
-    with pytest.raises(UnsupportedError, match=rf"{wrong} is not supported.*{near}"):
+    with pytest.raises(UnsupportedError, match=rf"{wrong} is not supported; did you mean .*{near}"):
         formats.get(wrong)
     assert formats.get(near).name == near
 

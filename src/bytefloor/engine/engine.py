@@ -135,18 +135,18 @@ class Engine:
 
     def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
         is_prompt_done = sequence.first_token_at is None
-        if is_prompt_done:
-            self._prefixes.put(sequence.ids, sequence.cache.fork())
         try:
             delta = sequence.accept(logits, self.capacity)
         except NumericalError as error:
             # Keys and values behind such logits are worthless: the cache goes, the engine stays.
-            delta = Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
             self._drop(sequence)
-            return delta
+            return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
+        computed = sequence.ids[: sequence.cache.length]
+        if is_prompt_done:
+            self._prefixes.put(computed, sequence.cache.fork())
         if delta.finish is not None:
             self._scheduler.remove(sequence)
-            self._prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
+            self._prefixes.put(computed, sequence.cache)
         return delta
 
     def _drop(self, sequence: SequenceState) -> None:

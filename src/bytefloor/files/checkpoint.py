@@ -80,8 +80,8 @@ def _open_directory(directory: Path) -> Checkpoint:
     weights = [name for name in files if name.endswith(".safetensors")]
     ggufs = [name for name in files if name.endswith(".gguf")]
     if INDEX_NAME in files or weights:
-        if len(weights) == 1 and weights[0] != "model.safetensors" and INDEX_NAME not in files:
-            return _open_single(directory / weights[0])
+        if len(weights) == 1 and INDEX_NAME not in files:
+            return replace(_open_single(directory / weights[0]), path=directory)
         return _from_arrays(directory, directory, read_directory(directory))
     if ggufs:
         return open_gguf(directory / _only_gguf(directory, ggufs))

@@ -58,7 +58,7 @@ def normalise(config: dict[str, Any], raw: dict[str, RawTensor], notices: list[s
     n_tower = n_ignored = 0
     for spelled, array in raw.items():
         name = strip_prefix(spelled)
-        if name.split(".", 1)[0] in _TOWERS:
+        if is_tower(name):
             n_tower += 1
         elif name.rsplit(".", 1)[-1] in _IGNORED_PARTS:
             n_ignored += 1
@@ -71,6 +71,11 @@ def normalise(config: dict[str, Any], raw: dict[str, RawTensor], notices: list[s
     if n_ignored:
         notices.append(f"{n_ignored} activation or cache scales ignored")
     return Arrays(config, kept, notices)
+
+
+def is_tower(name: str) -> bool:
+    """Whether a name without its model prefix belongs to a vision or audio tower."""
+    return name.split(".", 1)[0] in _TOWERS
 
 
 def strip_prefix(name: str) -> str:

@@ -6,11 +6,11 @@ for a module that was left alone. Module names come in four prefix spellings, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 from bytefloor.errors import FileError, UnsupportedError
-from bytefloor.files.directory import strip_prefix
+from bytefloor.files.directory import is_tower, strip_prefix
 from bytefloor.files.safetensors import RawTensor
 
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -32,8 +32,9 @@ class Layout(NamedTuple):
 
 
 def is_mlx(settings: Mapping[str, Any]) -> bool:
-    """MLX's settings have bits and group_size and either no quant_method or its own name there."""
-    return settings.get("quant_method") in (None, "mlx", "affine") and "group_size" in settings
+    """MLX writes no quant_method, or a name of its own beside group_size."""
+    method = settings.get("quant_method")
+    return method is None or (method in ("mlx", "affine") and "group_size" in settings)
 
 
 def resolver(settings: Mapping[str, Any]) -> Callable[[str, Mapping[str, RawTensor]], Resolved]:
@@ -55,6 +56,12 @@ def resolver(settings: Mapping[str, Any]) -> Callable[[str, Mapping[str, RawTens
         return _resolve(module, parts, layout)
 
     return resolve
+
+
+def unmatched(settings: Mapping[str, Any], modules: Container[str]) -> list[str]:
+    """Entries for modules that the model does not have quantised. An ignored override is worth a word."""
+    named = {key: strip_prefix(key) for key, value in settings.items() if isinstance(value, Mapping)}
+    return [key for key, module in named.items() if module not in modules and not is_tower(module)]
 
 
 def _is_override(key: str, value: Any) -> bool:

@@ -42,7 +42,8 @@ Resolver = Callable[[str, Mapping[str, RawTensor]], Resolved]
 
 def interpret(arrays: Arrays) -> dict[str, StoredTensor]:
     """Every tensor of a model, quantised modules put together under ``<module>.weight``."""
-    resolve = _resolver(arrays.config)
+    settings = _settings(arrays.config)
+    resolve = _resolver(settings)
     modules = _modules(arrays.raw)
     tensors: dict[str, StoredTensor] = {}
     for name, raw in arrays.raw.items():
@@ -53,17 +54,16 @@ def interpret(arrays: Arrays) -> dict[str, StoredTensor]:
     for module, parts in modules.items():
         format_name, shape, named = resolve(module, parts)
         tensors[f"{module}.weight"] = assemble(f"{module}.weight", format_name, shape, named)
+    if settings is not None and mlx.is_mlx(settings) and (unused := mlx.unmatched(settings, modules)):
+        arrays.notices.append(f"{len(unused)} quantization entries of config.json fit no module, such as {unused[0]}")
     return tensors
 
 
-def _resolver(config: Mapping[str, Any]) -> Resolver:
+def _resolver(settings: Mapping[str, Any] | None) -> Resolver:
     """The reading of config.json's quantisation settings that fits who wrote them."""
-    settings = _settings(config)
     if settings is None:
         return _refuse_unexplained
-    if "quant_method" in settings and not mlx.is_mlx(settings):
-        return huggingface.resolver(settings)
-    return mlx.resolver(settings)
+    return mlx.resolver(settings) if mlx.is_mlx(settings) else huggingface.resolver(settings)
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

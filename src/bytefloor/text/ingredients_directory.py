@@ -22,7 +22,13 @@ def read(directory: Path, config: Mapping[str, Any]) -> Ingredients:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise FileError(f"{path} is missing: the tokenizer is read from tokenizer.json only")
-    spec = _json(path)
+    try:
+        return _read(directory, _json(path), config)
+    except (AttributeError, IndexError, KeyError, TypeError) as problem:
+        raise FileError(f"{path} is not built as a tokenizer.json: {problem!r}") from problem
+
+
+def _read(directory: Path, spec: dict[str, Any], config: Mapping[str, Any]) -> Ingredients:
     settings = _json_if_there(directory / "tokenizer_config.json")
     generation = _json_if_there(directory / "generation_config.json")
     vocabulary = _vocabulary(spec)
@@ -32,7 +38,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> Ingredients:
     ends = [eos_id, *(source.get("eos_token_id") for source in (generation, config, text_config))]
     return Ingredients(
         vocabulary=vocabulary,
-        backend=_backend(spec, vocabulary, path),
+        backend=_backend(spec, vocabulary),
         bos_id=bos_id,
         eos_id=eos_id,
         add_bos=_adds_bos(spec, settings, config, vocabulary, bos_id),
@@ -65,7 +71,7 @@ def _vocabulary(spec: Mapping[str, Any]) -> Vocabulary:
     return Vocabulary(texts, kinds, is_byte_level=any(part["type"] == "ByteLevel" for part in _parts(spec)))
 
 
-def _backend(spec: dict[str, Any], vocabulary: Vocabulary, path: Path) -> Backend:
+def _backend(spec: dict[str, Any], vocabulary: Vocabulary) -> Backend:
     """The file's own pipeline, without control tokens: no plain text can become one."""
     model = spec["model"]
     plain = (Kind.NORMAL, Kind.BYTE, Kind.USER_DEFINED)
@@ -90,7 +96,7 @@ def _backend(spec: dict[str, Any], vocabulary: Vocabulary, path: Path) -> Backen
     try:
         return Backend.from_str(json.dumps(pipeline))
     except Exception as problem:  # the library raises plain Exception
-        raise FileError(f"{path} cannot be read as a tokenizer: {problem}") from problem
+        raise FileError(f"tokenizer.json cannot be read as a tokenizer: {problem}") from problem
 
 
 def _adds_bos(

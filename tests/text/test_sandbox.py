@@ -1,0 +1,111 @@
+"""Templates are programs of strangers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from bytefloor.errors import RequestError
+from bytefloor.text.sandbox import compiled
+
+
+def render(source: str, **variables: Any) -> str:
+    return compiled(source)(variables)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__code__ }}",
+        "{{ ('{0.__class__}').format(1) }}",
+        "{{ items | map(attribute='__class__') | first }}{{ items[0].__class__ }}",
+        "{{ items.append(3) }}",
+        "{% set _ = table.update({'a': 2}) %}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_a_template_cannot_reach_beyond_its_variables(source: str) -> None:
+    items, table = [1, 2], {"a": 1}
+    with pytest.raises(RequestError, match="chat template"):
+        render(source, items=items, table=table)
+    assert items == [1, 2]
+    assert table == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set r = range(9999) %}{% for i in r %}{% for j in r %}{{ loop.index }}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{{ 'a' * 10 ** 9 }}",
+        "{{ 10 ** 9 * [0] }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set __steps_left = [10 ** 12] %}{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_cannot_run_for_ever_or_fill_the_memory(source: str) -> None:
+    start = time.process_time()
+    with pytest.raises(RequestError):
+        render(source)
+    assert time.process_time() - start < 10
+
+
+def test_each_rendering_has_a_budget_of_its_own() -> None:
+    run = compiled("{% for i in range(90000) %}{% for j in range(8) %}{% endfor %}{% endfor %}done")
+    assert run({}) == run({}) == "done"
+
+
+def test_what_a_template_refuses_is_in_its_own_words() -> None:
+    """C01."""
+    with pytest.raises(RequestError, match="refuses these messages: only one system turn"):
+        render("{{ raise_exception('only one system turn') }}")
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ 'open", "{% strange %}", "{{ x | nofilter }}"])
+def test_a_template_that_cannot_be_read_is_refused(source: str) -> None:
+    with pytest.raises(RequestError, match="cannot be read"):
+        compiled(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 1 / 0 }}", "{{ nothing.at.all }}", "{{ 'a' + 1 }}", "{{ [1] | tojson(indent='x') + 2 }}"]
+)
+def test_a_template_that_fails_is_a_refused_request_not_a_crash(source: str) -> None:
+    with pytest.raises(RequestError, match="failed on these messages"):
+        render(source)
+
+
+def test_json_has_no_html_escapes_and_keeps_characters() -> None:
+    value = {"a": "<é> & 'x'", "b": [1, True, None]}
+    assert render("{{ v | tojson }}", v=value) == '{"a": "<é> & \'x\'", "b": [1, true, null]}'
+    assert render("{{ v | tojson(indent=2) }}", v={"a": 1}) == '{\n  "a": 1\n}'
+    assert render("{{ v | tojson(ensure_ascii=True) }}", v="\ue000é") == '"\ue000é"'
+    assert render("{{ v | tojson(separators=(',', ':'), sort_keys=True) }}", v={"b": 1, "a": 2}) == '{"a":2,"b":1}'
+
+
+def test_blocks_leave_no_blank_lines() -> None:
+    assert render("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny"
+
+
+def test_loop_controls_the_generation_tag_and_the_date_are_there() -> None:
+    assert render("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("a{% generation %}{{ x }}{% endgeneration %}b", x=1) == "a1b"
+    assert render("{{ strftime_now('%Y') }}") >= "2025"
+
+
+def test_loops_keep_all_that_they_offer() -> None:
+    source = "{% for k, v in t.items() if v %}{{ loop.index }}/{{ loop.length }}{{ k }}{{ '' if loop.last else ',' }}{% endfor %}"
+    assert render(source, t={"a": 1, "b": 0, "c": 2}) == "1/2a,2/2c"
+    tree = [{"n": 1, "c": [{"n": 2, "c": []}]}]
+    assert render("{% for x in t recursive %}{{ x.n }}{{ loop(x.c) }}{% else %}.{% endfor %}", t=tree) == "12."
