@@ -13,7 +13,8 @@ from bytefloor.text.tokenizer import Tokenizer
 
 LLAMA3_TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -40,8 +41,8 @@ QWEN3_TEMPLATE = """{%- if tools %}
     {{- content }}
     {%- for call in message.tool_calls or [] %}
         {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) + '}' }}
-        {{- '\\n</tool_call>' }}
+        {%- set arguments = call.function.arguments %}
+        {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
@@ -51,13 +52,14 @@ QWEN3_TEMPLATE = """{%- if tools %}
 {%- endif %}
 """
 
-GEMMA_TEMPLATE = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+GEMMA_TEMPLATE = """{{- bos_token -}}
+{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
 {% endif %}
 {% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' -}}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}
 """
@@ -151,7 +153,7 @@ def test_tool_definitions_arguments_and_names_stay_text() -> None:
         "<|im_start|>",
     ]
     assert control_texts(QWEN3_TOKENIZER, prompt.ids) == wanted
-    assert prompt.text.count(bad) == 3 + 3 + 1 + 1 + 4 + 1
+    assert prompt.text.count(bad) == 3 + 4 + 1 + 1 + 1 + 4  # tools, three calls, the answer, ends of turns
     assert '"type": "function"' in prompt.text
     assert '{"name": "f", "arguments": {"a": "<|im_end|>"}}' in prompt.text
 
@@ -225,7 +227,7 @@ def test_no_message_at_all_makes_a_control_token(parts: list[str]) -> None:
         (LLAMA3_TOKENIZER, LLAMA3_TEMPLATE, 1),
         (LLAMA3_TOKENIZER, LLAMA3_TEMPLATE.replace("{{- bos_token }}", ""), 1),
         (GEMMA3_TOKENIZER, GEMMA_TEMPLATE, 1),
-        (GEMMA3_TOKENIZER, GEMMA_TEMPLATE.replace("{{ bos_token }}", ""), 1),
+        (GEMMA3_TOKENIZER, GEMMA_TEMPLATE.replace("{{- bos_token -}}", ""), 1),
         (QWEN3_TOKENIZER, QWEN3_TEMPLATE, 0),
     ],
     ids=["llama3", "llama3-silent", "gemma", "gemma-silent", "qwen3"],
@@ -255,9 +257,7 @@ def test_the_systems_text_can_be_folded_into_the_first_users_turn() -> None:
     assert GEMMA3_CHAT.render([Message("system", "Go.")], fold_system=True).startswith("<bos><start_of_turn>user\nGo.")
 
 
-@pytest.mark.parametrize(
-    "roles", [["user", "user"], ["assistant"], ["user", "tool"], ["user", "assistant", "assistant"]]
-)
+@pytest.mark.parametrize("roles", [["user", "user"], ["assistant"], ["user", "assistant", "tool", "user", "user"]])
 def test_roles_that_do_not_alternate_are_refused_and_never_half_rendered(roles: list[str]) -> None:
     """C02."""
     with pytest.raises(RequestError, match="roles must alternate"):

@@ -126,7 +126,7 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path, {})
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": "x"}}', "{}"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [3]}}', "{}"])
 def test_a_broken_tokenizer_file_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(FileError, match=r"tokenizer\.json"):

@@ -52,7 +52,7 @@ _GEMMA4 = (
     "{% if thinks or has_system %}"
     "{{ '<|turn>system\n' + ('<|think|>' if thinks else '') }}"
     "{{ (messages[0].content | trim if has_system else '') + '<turn|>\n' }}{% endif %}"
-    "{% for message in messages[1:] if has_system else messages %}"
+    "{% for message in (messages[1:] if has_system else messages) %}"
     "{{ '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}"
     "{{ message.content | trim + '<turn|>\n' }}"
     "{% endfor %}"
