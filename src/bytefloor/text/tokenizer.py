@@ -59,6 +59,10 @@ class Tokenizer:
             if kind == Kind.CONTROL and text in TURN_ENDERS
         }
         n_tokens = len(vocabulary)
+        missing = vocabulary.missing_bytes()
+        if missing:
+            listed = ", ".join(f"0x{byte:02X}" for byte in sorted(missing)[:8])
+            found.notices.append(f"the vocabulary cannot spell {len(missing)} bytes ({listed}...): text loses them")
         return cls(
             vocabulary=vocabulary,
             backend=found.backend,

@@ -93,6 +93,17 @@ class Vocabulary:
         unused = frozenset(id for id, kind in enumerate(self.kinds) if kind == Kind.UNUSED)
         object.__setattr__(self, "unused", unused)
 
+    def missing_bytes(self) -> list[int]:
+        """Bytes of ordinary text that no token spells: encoding would silently lose them.
+
+        Control characters and planes without writing do not count; SmolLM2's vocabulary has no token for some.
+        """
+        if not self.is_byte_level:
+            return []
+        known = set(self.texts)
+        ordinary = {0x09, 0x0A, 0x0D, *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)}
+        return [byte for letter, byte in _LETTER_BYTES.items() if letter not in known and byte in ordinary]
+
     def __len__(self) -> int:
         return len(self.texts)
 

@@ -71,12 +71,16 @@ def _print_tensors(console: Console, report: Report) -> None:
 
 def _print_floor(console: Console, report: Report, gb_s: float) -> None:
     assert report.token_bytes is not None
-    needed = report.weight_bytes + report.cache_bytes
+    needed, gb = report.weight_bytes + report.cache_bytes, 1e9
+    milliseconds = report.token_bytes / gb_s / 1e6
     pairs = (
         ("at a context of", f"{report.context:,} positions"),
         ("a token must read", f"{report.token_bytes:,} bytes (weights as stored, cache bf16)"),
-        (f"floor at {gb_s:,.0f} GB/s", f"{report.token_bytes / gb_s / 1e6:.3f} ms, {report.floor_tok_s(gb_s):,.1f} tok/s"),
-        ("memory needed", f"{needed / 1e9:.2f} GB ({report.weight_bytes / 1e9:.2f} weights as stored, "
-                          f"{report.cache_bytes / 1e9:.2f} cache bf16)"),
-    )  # fmt: skip
+        (f"floor at {gb_s:,.0f} GB/s", f"{milliseconds:.3f} ms, {report.floor_tok_s(gb_s):,.1f} tok/s"),
+        (
+            "memory needed",
+            f"{needed / gb:.2f} GB ({report.weight_bytes / gb:.2f} weights as stored, "
+            f"{report.cache_bytes / gb:.2f} cache bf16)",
+        ),
+    )
     _print_pairs(console, "the floor", pairs)
