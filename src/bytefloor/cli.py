@@ -204,8 +204,8 @@ def root(
 
 def main() -> None:
     """Entry point of the ``bytefloor`` command."""
-    # OpenMP's threads spin between two small operations. Beside any other busy process that makes a token 10 to 30
-    # times slower; spinning a little costs 3 % on an idle machine. It is read when torch is imported, so it stands here.
+    # OpenMP's threads spin between two small operations. Beside another busy process that makes a token 10 to 30 times
+    # slower; spinning only a little costs 3 % on an idle machine. Read when torch is imported, so it is set here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     app()
 

@@ -62,7 +62,7 @@ def test_capacity_is_refused_with_both_numbers() -> None:
 
 
 def test_failed_reserve_takes_nothing() -> None:
-    plan, pools, cache = make()
+    plan, pools, _ = make()
     other = SequenceCache(plan, KINDS, pools)
     for _ in range(pools["global"].n_free - 1):
         pools["global"].take()

@@ -92,7 +92,7 @@ def test_mlx_mixed_inside_one_mlp_and_modes(tmp_path: Path) -> None:
 
 
 def test_mlx_quantised_per_layer_projection(tmp_path: Path) -> None:
-    """M08, M12: E models with quantised per-layer tensors, and with key/value weights that sharing layers do not use."""
+    """M08: E models whose per-layer projections and tables are quantised like everything else."""
     oracle = write_tiny_mlx(
         build_tiny("gemma4-e-wide", tmp_path / "hf"), tmp_path / "mlx", {"bits": 4, "group_size": 32}
     )

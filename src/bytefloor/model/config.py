@@ -9,7 +9,7 @@ from bytefloor.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn lanes: which lanes pair (``split`` or ``interleaved``) and radians a position for each pair."""
+    """How positions turn lanes: pairing (``split`` or ``interleaved``) and radians a position for each pair."""
 
     style: str
     inverse_frequencies: tuple[float, ...]

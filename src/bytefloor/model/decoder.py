@@ -87,7 +87,8 @@ def mlp_block(s: StepBuilder, c: ModelConfig, w: LayerWeights, x: Buffer, roundi
 
 def per_layer_inputs(s: StepBuilder, c: ModelConfig, w: ModelWeights, x: Buffer, rounding: Rounding) -> Buffer:
     """[T, L, P]: (token's own row + norm(projection of x)) / sqrt(2), for all layers at once."""
-    assert w.per_layer_embedding is not None and w.per_layer_model_projection is not None
+    assert w.per_layer_embedding is not None
+    assert w.per_layer_model_projection is not None
     n_layers, p = len(c.layers), c.per_layer_width
     s.part = "per_layer_inputs"
     own = s.view(s.embed(s.inputs["tokens"], w.per_layer_embedding, p**0.5), n_layers, p)
@@ -100,7 +101,8 @@ def per_layer_block(
     s: StepBuilder, c: ModelConfig, w: LayerWeights, x: Buffer, slice_: Buffer, rounding: Rounding
 ) -> Buffer:
     """x + norm(projection(act(gate(x)) * slice))"""
-    assert w.per_layer_gate is not None and w.per_layer_projection is not None
+    assert w.per_layer_gate is not None
+    assert w.per_layer_projection is not None
     gate = s.linear(s.round_to(x, rounding.activations), w.per_layer_gate)
     gated = s.round_to(s.glu(gate, slice_, c.activation), rounding.activations)
     out = s.rms_norm(s.linear(gated, w.per_layer_projection), w.post_per_layer_norm, c.eps)
