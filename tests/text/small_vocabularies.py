@@ -66,15 +66,17 @@ def sentencepiece(**keys: Any) -> dict[str, Any]:
     """Metadata of a sentencepiece vocabulary: unk, s, /s, bytes, words by falling score, single letters."""
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz<>/s"]
     letters = list(dict.fromkeys(letters))
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, *letters, "<table>"]
-    n_words = len(WORDS) + len(letters)
+    # Worst first in the file, so that only the scores tell the order.
+    words = [*reversed(letters), *reversed(WORDS)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, "<table>"]
+    n_words = len(words)
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * n_words, USER_DEFINED]
     metadata: dict[str, Any] = {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.scores": [0.0] * 259 + [-float(rank) for rank in range(n_words)] + [0.0],
+        "tokenizer.ggml.scores": [0.0] * 259 + [float(rank - n_words) for rank in range(n_words)] + [0.0],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,

@@ -179,8 +179,10 @@ def test_two_texts_side_by_side_do_not_make_a_control_token(first: str, second: 
 
 def test_a_template_that_glues_its_own_text_to_a_users_does_not_make_a_control_token() -> None:
     """T05."""
-    chat = ChatTemplate("<|eot_{{ messages[0].content }}", LLAMA3_TOKENIZER, "llama")
-    assert control_texts(LLAMA3_TOKENIZER, chat.encode([Message("user", "id|>")])) == ["<|begin_of_text|>"]
+    for source, text in (("<|eot_{{ messages[0].content }}", "id|>"), ("{{ messages[0].content }}id|>", "<|eot_")):
+        prompt = ChatTemplate(source, LLAMA3_TOKENIZER, "llama").prepare([Message("user", text)])
+        assert prompt.text == "<|eot_id|>"
+        assert control_texts(LLAMA3_TOKENIZER, prompt.ids) == ["<|begin_of_text|>"]
 
 
 def test_private_characters_in_messages_survive() -> None:
@@ -206,6 +208,18 @@ def test_templates_may_still_test_and_cut_text() -> None:
     chat = ChatTemplate(source, QWEN3_TOKENIZER, "qwen3")
     tools = [{"type": "object", "thought": "t"}]
     assert chat.render([Message("user", " a:b ")], tools=tools) == "a:b| A|True|5|True"
+
+
+def test_keys_that_templates_look_up_are_untouched_though_a_control_token_ends_like_them() -> None:
+    """T05."""
+    tokenizer = Tokenizer.from_gguf(byte_level(("<|x|>type",)))
+    chat = ChatTemplate("{{ tools[0].type }}", tokenizer, "llama")
+    assert chat.render(HELLO, tools=[{"type": "function"}]) == "function"
+
+
+def test_arguments_given_as_json_text_reach_the_template_as_an_object() -> None:
+    chat = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.city }}", QWEN3_TOKENIZER, "qwen3")
+    assert chat.render([Message("assistant", "", tool_calls=(ToolCall("f", '{"city": "Ulm"}'),))]) == "Ulm"
 
 
 @settings(max_examples=300, deadline=None)
@@ -293,6 +307,7 @@ def reply_of(chat: ChatTemplate, thinking: bool | None, reply: str) -> tuple[str
         (QWEN3_CHAT, True, "<think>\nhmm\n</think>\n\nhello", ("hmm", "hello")),
         (QWEN3_CHAT, True, "<think>\nhm", ("hm", "")),
         (QWEN3_CHAT, False, "hello", ("", "hello")),
+        (QWEN3_CHAT, False, "<think>hmm</think>hello", ("", "hmmhello")),
         (OPENING_CHAT, None, "hmm\n</think>\n\nhello", ("hmm", "hello")),
         (OPENING_CHAT, True, "hmm", ("hmm", "")),
         (LLAMA3_CHAT, None, "<think>hello", ("", "<think>hello")),
@@ -318,6 +333,7 @@ def test_thinking_is_passed_on_as_the_templates_own_switch() -> None:
     closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert QWEN3_CHAT.render(HELLO, thinking=False).endswith(closed)
     assert QWEN3_CHAT.render(HELLO, enable_thinking=False).endswith(closed)
+    assert QWEN3_CHAT.prepare(HELLO, enable_thinking=False).reasoning_tags is None
     assert QWEN3_CHAT.render(HELLO, thinking=True, enable_thinking=False).endswith("assistant\n")
     assert QWEN3_CHAT.render(HELLO).endswith("assistant\n")
 

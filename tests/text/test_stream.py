@@ -66,6 +66,13 @@ def test_a_reply_keeps_its_leading_space_behind_text_but_not_behind_a_control_to
     assert whole == tokenizer.decode(prompt) + " hello"
 
 
+def test_each_text_between_control_tokens_gives_its_extra_space_back() -> None:
+    tokenizer = TOKENIZERS["spm"]
+    ids = tokenizer.encode("hello</s>hello a", parse_special=True)
+    assert [tokenizer.vocabulary.text(id) for id in ids] == ["<s>", "▁hello", "</s>", "▁hello", "▁a"]
+    assert tokenizer.decode(ids, keep_special=True) == "<s>hello</s>hello a"
+
+
 def test_only_the_named_control_tokens_are_shown() -> None:
     tokenizer = TOKENIZERS["bytes"]
     think, ender = id_of(tokenizer, "<think>"), id_of(tokenizer, "<|eot_id|>")

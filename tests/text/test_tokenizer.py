@@ -213,7 +213,8 @@ def test_control_tokens_are_parsed_only_on_request(text: str) -> None:
 
 
 def test_the_longest_control_token_wins_and_neighbours_are_all_found() -> None:
-    tokenizer = Tokenizer.from_gguf(byte_level(("<|a|>", "<|a|>b", "<|b|>")))
+    tokenizer = Tokenizer.from_gguf(byte_level(("<|a|>", "<|a|>b", "<|b|>", "<x<|b|>")))
+    assert spelled(tokenizer, "<x<|b|>", parse_special=True) == ["<x<|b|>"]
     assert spelled(tokenizer, "<|a|>b<|a|><|b|>c", parse_special=True) == ["<|a|>b", "<|a|>", "<|b|>", "c"]
 
 

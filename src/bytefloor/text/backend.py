@@ -114,7 +114,8 @@ def sentencepiece(vocabulary: Vocabulary, scores: Sequence[float], add_space_pre
 def _merges_by_score(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to put a normal token together from two, best token first.
 
-    Longer left parts come first: in a run of one letter the merges have eaten from the left, and the odd one is last.
+    The order among one token's own pairs is free: equal pairs merge from the left, so two of them hardly ever compete
+    for the same letters. Tests compare with the slow rule on runs of letters, where they would.
     """
     if len(scores) != len(vocabulary):
         raise FileError(f"tokenizer.ggml.scores has {len(scores)} entries, expected {len(vocabulary)} (one a token)")
