@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,27 +14,53 @@ from typer.core import TyperGroup
 
 from bytefloor import __version__
 from bytefloor.errors import BytefloorError, RequestError
+from bytefloor.tools import interrupt
 
 
 class Verbs(TyperGroup):
-    """Turns our own errors into one line and exit status 2; any other exception is a bug and keeps its traceback."""
+    """Turns what a user can put right into one line and exit status 2; any other exception keeps its traceback."""
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
+        extra |= {"prog_name": "bytefloor", "standalone_mode": False}
         try:
-            return super().invoke(ctx)
-        except BytefloorError as error:
-            typer.echo(f"bytefloor: error: {error}", err=True)
-            raise typer.Exit(2) from None
-        except BrokenPipeError:
-            # Whoever read our output has closed it (head, less): nothing is left to say.
-            sys.stderr.close()
-            raise typer.Exit(0) from None
+            status = super().main(*args, **extra)
+        except Exception as error:
+            message = _complaint(error)
+            if message is None:
+                raise
+            typer.echo(f"bytefloor: error: {' '.join(message.split())}", err=True)
+            status = 2
+        sys.exit(status)
+
+
+def _complaint(error: Exception) -> str | None:
+    """What to tell the user; None for a bug."""
+    if isinstance(error, BytefloorError):
+        return str(error)
+    if isinstance(error, OSError):
+        _abandon_output()
+        return f"{error.filename or 'input or output'}: {error.strerror or error}"
+    if hasattr(error, "format_message"):
+        # A wrong flag or argument. The class is click's, of which typer may carry its own copy.
+        context = getattr(error, "ctx", None)
+        verb = context.command_path if context is not None else "bytefloor"
+        return f"{error.format_message().rstrip('.')}; see {verb} --help"
+    return None
+
+
+def _abandon_output() -> None:
+    """What a full disk did not take is still buffered, and the interpreter would complain about it when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(
     cls=Verbs,
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Quantised language models, measured against the floor their bytes set.",
@@ -47,7 +75,7 @@ def parse_size(text: str) -> int:
             digits, factor = digits[:-1], value
     try:
         return int(float(digits) * factor)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r}: expected a number such as 4096 or 32k") from None
 
 
@@ -68,7 +96,9 @@ TopKOption = Annotated[int, typer.Option("--top-k", help="Keep the k best; 0: al
 TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the best until their sum reaches p; 1: all.")]
 MinPOption = Annotated[float, typer.Option("--min-p", help="Keep what has this share of the best's probability.")]
 PenaltyOption = Annotated[float, typer.Option("--repeat-penalty", help="Above 1 makes repeated tokens less likely.")]
-StopOption = Annotated[list[str] | None, typer.Option("--stop", help="End the answer at this text; may be repeated.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer at this text; may be repeated.")
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 WeightsOption = Annotated[
     str, typer.Option("--weights", help="float32, or bf16: half the bytes a token reads, a little less exact.")
@@ -112,8 +142,11 @@ def run(
     device: DeviceOption = "auto",
 ) -> None:
     """Answer one prompt."""
-    from bytefloor.tools.run import RunOptions, answer_once, read_prompt
+    with interrupt.at_once():
+        from bytefloor.tools.run import RunOptions, answer_once, read_prompt
 
+    if logprobs and not json_output:
+        raise RequestError("--logprobs: only --json shows them; add it")
     text = read_prompt(prompt, file)
     options, sampling = _settings(
         context, device, weights, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -142,7 +175,8 @@ def chat(
     device: DeviceOption = "auto",
 ) -> None:
     """Talk with a model, turn by turn; /help inside lists the commands."""
-    from bytefloor.tools.chat import ChatOptions, converse
+    with interrupt.at_once():
+        from bytefloor.tools.chat import ChatOptions, converse
 
     options, sampling = _settings(
         context, device, weights, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
@@ -160,15 +194,18 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
-    """Show what a model file holds, what a token must read of it, and what it needs to run."""
-    from bytefloor.files.checkpoint import open_checkpoint
-    from bytefloor.tools.inspect import inspect as make_report
-    from bytefloor.tools.inspect_view import print_json, print_report
-    from bytefloor.tools.models import find_model
+    """Show what is in a model file and what a token costs."""
+    with interrupt.at_once():
+        from bytefloor.files.checkpoint import open_checkpoint
+        from bytefloor.tools.inspect import inspect as make_report
+        from bytefloor.tools.inspect_view import print_json, print_report
+        from bytefloor.tools.models import find_model
 
-    if gb_s <= 0:
+    if not 0 < gb_s < math.inf:
         raise RequestError(f"--gb-s {gb_s}: expected a bandwidth above 0")
-    report = make_report(open_checkpoint(find_model(model or model_option)), context)
+    if model is not None and model_option is not None:
+        raise RequestError(f"both {model} and -m {model_option} were given; one of them is enough")
+    report = make_report(open_checkpoint(find_model(model if model is not None else model_option)), context)
     if json_output:
         print_json(report, gb_s)
     else:
@@ -183,8 +220,10 @@ def pull(
     """Download a model; a broken download goes on where it stopped."""
     from bytefloor.tools.models import pull as download
 
-    path = download(name, revision)
-    typer.echo(f"{path}\nrun it with: bytefloor run -m {name}")
+    with interrupt.at_once():
+        path = download(name, revision)
+    typer.echo(path)
+    typer.echo(f"run it with: bytefloor run -m {shlex.quote(str(path) if revision else name)}", err=True)
 
 
 def _print_version(asked: bool) -> None:
@@ -195,11 +234,14 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Quantised language models, measured against the floor their bytes set."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def main() -> None:
@@ -207,7 +249,15 @@ def main() -> None:
     # OpenMP's threads spin between two small operations. Beside another busy process that makes a token 10 to 30 times
     # slower; spinning only a little costs 3 % on an idle machine. Read when torch is imported, so it is set here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    _open_missing_streams()
     app()
+
+
+def _open_missing_streams() -> None:
+    """A stream that the caller closed (``>&-``) is None in Python; whatever then prints would fail or go elsewhere."""
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 if __name__ == "__main__":

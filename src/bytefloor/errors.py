@@ -31,3 +31,7 @@ class RequestError(BytefloorError):
 
 class NumericalError(BytefloorError):
     """A computation produced NaN or infinity where only finite values make sense."""
+
+
+class KernelError(BytefloorError):
+    """A kernel does not compile or does not launch."""

@@ -31,6 +31,9 @@ def tensor_of(name: str, values: torch.Tensor) -> StoredTensor:
 
 
 Values = Mapping[str, torch.Tensor]
+Open = Callable[[str, str], Checkpoint]
+"""A tiny model's checkpoint by its name and container."""
+FAMILY_NAMES = ("llama", "qwen3", "gemma3", "gemma4-unified", "gemma4-31b", "gemma4-e")
 
 
 def read_config(config: Mapping[str, Any], values: Values | None = None) -> ModelConfig:

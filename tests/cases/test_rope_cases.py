@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import read_config, read_keys
 from transformers import Gemma3TextConfig, Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma4_unified.modeling_gemma4_unified import apply_rotary_pos_emb
 
 from bytefloor.errors import FileError, UnsupportedError
 from bytefloor.ops.rope import reference as rope
-from checkpoints import read_config, read_keys
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SIZES = {
@@ -119,9 +119,9 @@ def test_a_rope_freqs_tensor_that_cannot_be_is_refused(factors: list[float], mes
         read_keys("llama", llama_keys("3.1-8B"), torch.tensor(factors))
 
 
-@pytest.mark.parametrize("factor", [None, "8", 0, "absent"])
+@pytest.mark.parametrize("factor", [None, "eight", 0, "absent"])
 @pytest.mark.parametrize("rule", ["llama3", "linear"])
-@pytest.mark.xfail(strict=True, reason="rope_tables.py: KeyError, TypeError or ZeroDivisionError, or a text taken as 8")
+@pytest.mark.xfail(strict=True, reason="rope_tables.py: KeyError, TypeError, ValueError or ZeroDivisionError")
 def test_a_scaling_without_a_usable_factor_is_refused_by_name(rule: str, factor: Any) -> None:
     """R01: an error of ours that names the key."""
     scaling = {**LLAMA3, "rope_type": rule, **({} if factor == "absent" else {"factor": factor})}
@@ -286,9 +286,7 @@ GEMMA4_V = {f"blk.{i}.attn_v.weight": torch.zeros(1, 1) for i in range(12) if (i
 def test_gemma4_turns_as_transformers_does_at_position_5000(source: str, layer_type: str) -> None:
     """R03: exponents over the whole head of 512, 64 frequencies and then zeros, lanes paired (i, i + 256)."""
     ours = (
-        read_config(GEMMA4_12B)
-        if source == "config.json"
-        else read_keys("gemma4", GEMMA4_KEYS, GEMMA4_FREQS, GEMMA4_V)
+        read_config(GEMMA4_12B) if source == "config.json" else read_keys("gemma4", GEMMA4_KEYS, GEMMA4_FREQS, GEMMA4_V)
     )
     layer = ours.layers[5 if layer_type == "full_attention" else 0]
     table = torch.tensor(layer.rope.inverse_frequencies, dtype=torch.float64)
@@ -307,23 +305,6 @@ def test_gemma4_turns_as_transformers_does_at_position_5000(source: str, layer_t
     torch.testing.assert_close(
         rope(x[0], positions, layer.rope.style, layer.rope.inverse_frequencies), expected[0], rtol=0, atol=2e-3
     )
-
-
-@pytest.mark.xfail(strict=True, reason="read_gemma4 (gguf_config.py) turns every pair where rope_freqs.weight is absent")
-def test_gemma4_gguf_without_its_table_of_frequencies_is_refused() -> None:
-    """R03, K13: global layers would turn 256 pairs in place of 64, silently."""
-    with pytest.raises(FileError, match="rope_freqs"):
-        read_keys("gemma4", GEMMA4_KEYS, None, GEMMA4_V)
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
-@pytest.mark.xfail(strict=True, reason="weights.py counts rope_freqs.weight as idle in every family; these ignore it")
-def test_a_table_of_frequencies_that_a_family_does_not_read_is_refused(architecture: str) -> None:
-    """R01: a scaling is applied or refused, never ignored."""
-    keys = gemma3_keys(GEMMA3_1B, None)
-    found = read_keys(architecture, keys, torch.full((128,), 8.0))
-    plain = read_keys(architecture, keys)
-    assert found.layers[5].rope != plain.layers[5].rope
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -355,6 +336,53 @@ def test_a_scaling_that_is_not_implemented_is_refused_in_gguf_too(architecture: 
     """R01"""
     keys = GEMMA4_KEYS if architecture == "gemma4" else gemma3_keys(GEMMA3_1B, None)
     freqs = GEMMA4_FREQS if architecture == "gemma4" else None
+    scaled = {**keys, "rope.scaling.type": name, "rope.scaling.factor": 4.0}
     with pytest.raises(UnsupportedError, match=name):
-        scaled = {**keys, "rope.scaling.type": name, "rope.scaling.factor": 4.0}
         read_keys(architecture, scaled, freqs, GEMMA4_V)
+
+
+# --- what is written down and not read
+
+
+@pytest.mark.xfail(strict=True, reason="from_parameters (rope_tables.py) takes a null rope_type for `default`")
+def test_a_null_rope_type_does_not_hide_the_type_beside_it() -> None:
+    """R01: two keys for one thing; the one that says something counts."""
+    scaling = {**LLAMA3, "factor": 8.0, "rope_type": None, "type": "llama3"}
+    config = read_config(llama_config("3.1-8B", rope_theta=5e5, rope_scaling=scaling))
+    assert config.layers[0].rope.inverse_frequencies == pytest.approx(published(128, 8.0), rel=1e-12)
+
+
+@pytest.mark.xfail(strict=True, reason="Keys.rope (hf_config.py) gives flat rope_parameters to sliding layers too")
+def test_flat_parameters_never_scale_gemma3s_sliding_layers() -> None:
+    """R02: what is meant for global layers stays there."""
+    config = {key: value for key, value in GEMMA3_4B.items() if key != "rope_scaling"}
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert bases_and_scales(read_config({"vocab_size": 262208, **config})) == expected_table(34, 8.0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.xfail(strict=True, reason="Keys.rope (hf_config.py) looks for partial_rotary_factor inside only")
+def test_a_partial_rotation_at_the_root_is_refused_too(model_type: str) -> None:
+    """R07: older files keep partial_rotary_factor beside rope_theta."""
+    config = {**llama_config("3.1-8B", rope_theta=5e5), "model_type": model_type, "partial_rotary_factor": 0.5}
+    with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
+        read_config(config)
+
+
+@pytest.mark.xfail(strict=True, reason="_gemma4_layer (hf_config.py) reads two keys of per_layer_config, no others")
+def test_a_per_layer_value_that_is_not_read_is_refused() -> None:
+    """S02, R04: a layer's own window is honoured, or refused as here; never ignored."""
+    wide = {"05": {"head_dim": 512, "num_key_value_heads": 1}, "11": {"head_dim": 512, "num_key_value_heads": 1}}
+    config = {**GEMMA4_12B, "per_layer_config": {**wide, "00": {"sliding_window": 77}}}
+    with pytest.raises(UnsupportedError, match="sliding_window"):
+        read_config(config)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_theta", -1e4), ("rope_theta", 0), ("rms_norm_eps", -1.0)])
+@pytest.mark.xfail(
+    strict=True, reason="Keys.number (hf_config.py) takes any number; a negative base gives complex ones"
+)
+def test_a_number_that_cannot_be_is_refused_by_name(key: str, value: float) -> None:
+    """R01"""
+    with pytest.raises(FileError, match=key):
+        read_config(llama_config("3.1-8B", **{key: value}))

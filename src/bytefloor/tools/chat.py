@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import BytefloorError, RequestError
 from bytefloor.text.chat import ChatTemplate, Message
 from bytefloor.tools.run import Printer, detects_loops
-from bytefloor.tools.session import Answer, count_tokens, open_with_progress, stream_answer, summary, write
+from bytefloor.tools.session import Answer, as_text, count_tokens, open_with_progress, stream_answer, summary, write
 
 HELP = """\
 /help                this list
@@ -59,22 +59,25 @@ class Conversation:
     @property
     def messages(self) -> list[Message]:
         """System message and turns."""
-        head = [Message("system", self.options.system)] if self.options.system else []
+        head = [Message("system", self.options.system)] if self.options.system is not None else []
         return [*head, *self.turns]
 
     def ask(self, text: str) -> Answer:
-        """Put a question and stream the answer. A question that is refused leaves the conversation as it was."""
-        self.turns.append(Message("user", text))
-        try:
-            answer = self._answer()
-        except BaseException:
-            self.turns.pop()
-            raise
-        self.turns.append(Message("assistant", answer.text, reasoning=answer.reasoning or None))
+        """Put a question and stream the answer. Without a single token of one the conversation stays as it was."""
+        question = Message("user", text)
+        answer = self._answer([*self.messages, question])
+        if answer.ids:
+            self.turns += [question, Message("assistant", answer.text, reasoning=answer.reasoning or None)]
         return answer
 
-    def _answer(self) -> Answer:
-        prompt = self.template.prepare(self.messages, thinking=self.options.thinking)
+    def _answer(self, messages: Sequence[Message]) -> Answer:
+        prompt = self.template.prepare(messages, thinking=self.options.thinking)
+        capacity = self.opened.engine.capacity
+        if len(prompt.ids) >= capacity:
+            raise RequestError(
+                f"the conversation has {len(prompt.ids)} tokens with this question, the context holds {capacity}; "
+                "/undo or /reset makes room, or start with a larger -c"
+            )
         request = Request(
             prompt_ids=tuple(prompt.ids),
             max_tokens=count_tokens(self.options.n_tokens),
@@ -119,6 +122,7 @@ class Conversation:
     def _reset(self, _: str) -> None:
         self.turns.clear()
         self.n_context = 0
+        _say("the conversation is empty")
 
     def _set_system(self, text: str) -> None:
         self.options = replace(self.options, system=text or None)
@@ -127,6 +131,8 @@ class Conversation:
     def _set_thinking(self, word: str) -> None:
         if word in ("show", "hide"):
             self.options = replace(self.options, is_thought_shown=word == "show")
+        elif word == "on" and not self.template.supports_thinking:
+            raise RequestError("/thinking on: the model's chat template has no thinking to turn on")
         elif word in ("on", "off", "auto"):
             self.options = replace(self.options, thinking={"on": True, "off": False, "auto": None}[word])
         else:
@@ -141,7 +147,8 @@ class Conversation:
 
 
 def _say(text: str) -> None:
-    write(text + "\n")
+    """Everything but answers goes to standard error, as with ``run``."""
+    print(text, file=sys.stderr)
 
 
 def _leave(_: str) -> None:
@@ -149,41 +156,46 @@ def _leave(_: str) -> None:
 
 
 def converse(model: str | None, options: EngineOptions, asked: ChatOptions) -> None:
-    """Read questions until the user leaves."""
+    """Read questions until the user leaves. Ctrl-C on a terminal drops the line that is being typed."""
     count_tokens(asked.n_tokens)
     conversation = Conversation(open_with_progress(model, options), asked)
     _introduce(conversation)
     read = _reader()
     while True:
         try:
-            line = read()
-        except (EOFError, KeyboardInterrupt):
-            return
-        try:
-            _take_line(conversation, line)
-        except Leave:
+            _take_line(conversation, read())
+        except (EOFError, Leave):
             return
         except BytefloorError as error:
-            print(f"error: {error}", file=sys.stderr)
+            _say(f"error: {error}")
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            _say("Ctrl-D or /exit leaves")
 
 
 def _introduce(conversation: Conversation) -> None:
     opened = conversation.opened
     for notice in conversation.template.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        _say(f"note: {notice}")
     config = opened.model.config
-    print(f"{config.name} ({config.family}), context {opened.engine.capacity}, {opened.device}; /help", file=sys.stderr)
+    _say(f"{config.name} ({config.family}), context {opened.engine.capacity}, {opened.device}; /help")
 
 
 def _take_line(conversation: Conversation, line: str) -> None:
     question: str | None = line
+    before = list(conversation.turns)
     if line.startswith("/"):
         question = conversation.command(line)
     if question is None or not question.strip():
         return
-    answer = conversation.ask(question)
+    try:
+        answer = conversation.ask(question)
+    except BaseException:
+        conversation.turns = before  # /retry has taken a turn back already
+        raise
     write("\n")
-    print(summary(answer.finish, conversation.opened), file=sys.stderr)
+    _say(summary(answer.finish, conversation.opened))
 
 
 def _reader() -> Callable[[], str]:
@@ -191,17 +203,18 @@ def _reader() -> Callable[[], str]:
     if not sys.stdin.isatty():
         return lambda: _joined(_plain_line)
     from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(_history_path())))
+    path = _history_path()
+    session: PromptSession[str] = PromptSession(history=FileHistory(str(path)) if path else InMemoryHistory())
     return lambda: _joined(session.prompt)
 
 
 def _plain_line(_: str) -> str:
-    line = sys.stdin.readline()
+    line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return line.rstrip("\n")
+    return as_text(line, "the line").rstrip("\r\n")
 
 
 def _joined(read: Callable[[str], str]) -> str:
@@ -209,12 +222,19 @@ def _joined(read: Callable[[str], str]) -> str:
     lines = [read("> ")]
     while lines[-1].endswith("\\"):
         lines[-1] = lines[-1][:-1]
-        lines.append(read(". "))
+        try:
+            lines.append(read(". "))
+        except EOFError:
+            break
     return "\n".join(lines)
 
 
-def _history_path() -> Path:
-    base = Path(os.environ.get("XDG_STATE_HOME", "~/.local/state")).expanduser()
-    folder = base / "bytefloor"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "chat_history"
+def _history_path() -> Path | None:
+    """None where nothing can be kept. What was asked is nobody else's business: only the user can read it."""
+    try:
+        path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "bytefloor" / "chat_history"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+        return None
+    return path if os.access(path, os.R_OK | os.W_OK) else None

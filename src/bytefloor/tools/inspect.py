@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bytefloor.engine.loading import choose_context
 from bytefloor.errors import BytefloorError
 from bytefloor.files.stored import Checkpoint, StoredTensor
 from bytefloor.model.config import Rounding
@@ -94,8 +95,7 @@ def inspect(checkpoint: Checkpoint, context: int | None) -> Report:
         model = load_model(checkpoint)
     except BytefloorError as error:
         refusal = str(error)
-    length = min(model.config.context_length, 8192) if model is not None else 0
-    length = context if context is not None and model is not None else length
+    length = choose_context(context, model) if model is not None else 0
     weight_bytes, cache_bytes, token_bytes = _costs(model, length) if model is not None else (0, 0, None)
     return Report(
         path=str(checkpoint.path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import FileError, RequestError
 from bytefloor.text.chat import ChatPrompt, Message
 from bytefloor.text.reasoning import Channel
-from bytefloor.tools.session import Answer, count_tokens, open_with_progress, stream_answer, summary, write
+from bytefloor.tools import interrupt
+from bytefloor.tools.session import Answer, as_text, count_tokens, open_with_progress, stream_answer, summary, write
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,22 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise RequestError("both -p and -f were given; one of them is enough")
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"{file}: cannot be read as text: {error}") from None
+            text = as_text(file.read_bytes(), str(file))
+        except OSError as error:
+            raise FileError(f"{file}: cannot be read: {error.strerror}") from None
     elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+        text = as_text(sys.stdin.buffer.read(), "standard input")
     elif prompt is not None:
-        text = prompt
+        text = as_text(os.fsencode(prompt), "-p")
     else:
-        raise RequestError("no prompt: give one with -p or -f, or pipe it in")
+        text = ""
     if not text.strip():
-        raise RequestError("the prompt is empty")
+        raise RequestError("the prompt is empty: give one with -p or -f, or pipe it in")
     return text
 
 
 def answer_once(model: str | None, text: str, options: EngineOptions, asked: RunOptions) -> int:
-    """Prints the answer as it comes; the exit status, 1 if it ended in an error."""
+    """Prints the answer as it comes; the exit status, 1 if it ended in an error and 130 after Ctrl-C."""
     n_tokens = count_tokens(asked.n_tokens)
     opened = open_with_progress(model, options)
     prompt = make_prompt(opened, text, asked)
@@ -65,11 +67,11 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
     show = (lambda channel, piece: None) if asked.is_json else Printer()
     answer = stream_answer(opened.engine, request, prompt.splitter(), show)
     if asked.is_json:
-        write(json.dumps(to_json(opened, prompt, answer, asked.sampling.n_logprobs), ensure_ascii=False) + "\n")
+        write(json.dumps(to_json(opened, prompt, answer, asked.sampling.n_logprobs)) + "\n")
     else:
         write("\n")
         print(summary(answer.finish, opened), file=sys.stderr)
-    return 1 if answer.finish.reason == "error" else 0
+    return {"error": 1, "cancelled": interrupt.STATUS}.get(answer.finish.reason, 0)
 
 
 def make_prompt(opened: Opened, text: str, asked: RunOptions) -> ChatPrompt:
@@ -92,7 +94,7 @@ def detects_loops(opened: Opened) -> bool:
 
 
 class Printer:
-    """Prints pieces on standard output, and marks where a thought begins and ends."""
+    """Prints the answer on standard output; a thought before it, marked as one, goes to standard error."""
 
     def __init__(self, is_thought_shown: bool = True) -> None:
         self._channel: Channel = "content"
@@ -102,14 +104,19 @@ class Printer:
         if channel == "reasoning" and not self._is_thought_shown:
             return
         if channel != self._channel:
-            write("[thinking]\n" if channel == "reasoning" else "\n[/thinking]\n")
+            write("[thinking]\n" if channel == "reasoning" else "\n[/thinking]\n", sys.stderr)
             self._channel = channel
-        write(text)
+        write(text, sys.stderr if channel == "reasoning" else sys.stdout)
 
 
 def to_json(opened: Opened, prompt: ChatPrompt, answer: Answer, n_logprobs: int) -> dict:
     """Everything about the answer as one JSON object."""
-    token_text = opened.tokenizer.token_text
+    tokenizer = opened.tokenizer
+
+    def token_text(id: int) -> str:
+        # A padded table has rows that are nobody's text; they are never sampled, but may be among the best.
+        return tokenizer.token_text(id) if id < tokenizer.n_tokens else ""
+
     body: dict = {
         "model": opened.model.config.name,
         "prompt": prompt.text,

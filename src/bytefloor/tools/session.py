@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -15,6 +16,7 @@ from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.errors import RequestError
 from bytefloor.text.reasoning import Channel, ReasoningSplitter
+from bytefloor.tools import interrupt
 from bytefloor.tools.models import find_model
 
 Show = Callable[[Channel, str], None]
@@ -54,7 +56,10 @@ def count_tokens(n: int) -> int | None:
 
 
 def stream_answer(engine: Engine, request: Request, splitter: ReasoningSplitter, show: Show) -> Answer:
-    """Serve a request, showing each piece as it comes. Ctrl-C ends the answer, not the program."""
+    """Serve a request, showing each piece as it comes. Ctrl-C ends the answer, not the program.
+
+    It is heeded between two steps, which keeps what was computed; a second Ctrl-C does not wait for that.
+    """
     texts: dict[Channel, list[str]] = {"content": [], "reasoning": []}
     sampled: list[Sampled] = []
 
@@ -66,14 +71,15 @@ def stream_answer(engine: Engine, request: Request, splitter: ReasoningSplitter,
     request_id = engine.add(request)
     finish: Finish | None = None
     try:
-        while finish is None:
-            for delta in engine.step():
-                finish = _take_delta(delta, sampled, splitter, take)
-    except KeyboardInterrupt:
-        finish = engine.cancel(request_id) or finish
-        if finish is None:
-            raise
-    take(splitter.finish())
+        with interrupt.between_steps() as is_pressed:
+            while finish is None:
+                for delta in engine.step():
+                    finish = _take_delta(delta, sampled, splitter, take)
+                if is_pressed():
+                    finish = finish or engine.cancel(request_id)
+            take(splitter.finish())
+    finally:
+        engine.cancel(request_id)
     ids = tuple(each.id for each in sampled)
     return Answer("".join(texts["content"]), "".join(texts["reasoning"]), ids, tuple(sampled), finish)
 
@@ -95,11 +101,20 @@ def summary(finish: Finish, opened: Opened) -> str:
     )
 
 
-def write(text: str) -> None:
-    """To standard output, at once. Text that the terminal's encoding lacks is escaped rather than fatal."""
+def as_text(read: bytes, source: str) -> str:
+    """What was given as a prompt. Bytes that are no text are refused: the model would be asked something else."""
     try:
-        sys.stdout.write(text)
+        return read.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{source}: not UTF-8 text (byte {error.start} is 0x{read[error.start]:02x})") from None
+
+
+def write(text: str, stream: TextIO | None = None) -> None:
+    """To standard output, at once. Text that the terminal's encoding lacks is escaped rather than fatal."""
+    stream = stream or sys.stdout
+    try:
+        stream.write(text)
     except UnicodeEncodeError:
-        encoding = sys.stdout.encoding or "ascii"
-        sys.stdout.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
-    sys.stdout.flush()
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    stream.flush()

@@ -1,0 +1,175 @@
+"""Compiling and launching CUDA C++ at run time: NVRTC through cuda-core, several at once, kept on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bytefloor.errors import KernelError
+
+SOURCES = Path(__file__).resolve().parent.parent / "ops"
+HEADERS = ("stream.cuh", "ring.cuh")
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_120a")
+"""Those that have bulk copies into shared memory, which the product kernel streams its weights with."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compiled variant: file and entry have one name; the model's constants are ``defines``.
+
+    shared_bytes: dynamic shared memory a block. threads: threads a block.
+    """
+
+    name: str
+    defines: tuple[tuple[str, str], ...]
+    threads: int
+    shared_bytes: int = 0
+
+    @property
+    def source(self) -> str:
+        """Headers first: the constants' names are short and must not meet theirs."""
+        includes = "".join(f'#include "{header}"\n' for header in HEADERS)
+        constants = "".join(f"#define {key} {value}\n" for key, value in self.defines)
+        return includes + constants + (SOURCES / f"{self.name}.cu").read_text()
+
+
+def spec(name: str, threads: int, shared_bytes: int = 0, **defines: object) -> KernelSpec:
+    """A KernelSpec from keyword constants; booleans become 0 or 1, floats keep all their digits."""
+
+    def text(value: object) -> str:
+        if isinstance(value, bool):
+            return str(int(value))
+        return f"{value!r}f" if isinstance(value, float) else str(value)
+
+    return KernelSpec(name, tuple((key, text(value)) for key, value in defines.items()), threads, shared_bytes)
+
+
+def compile_kernel(kernel: KernelSpec, architecture: str) -> tuple[bytes, str]:
+    """Machine code, and the assembler's report of registers and spills. KernelError with the compiler's message."""
+    import io
+
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        arch=architecture, std="c++17", include_path=[str(SOURCES), *_toolkit_headers()], ptxas_options=["-v"]
+    )
+    log = io.StringIO()
+    try:
+        code = Program(kernel.source, "c++", options).compile("cubin", logs=log)
+    except Exception as error:
+        raise KernelError(f"kernel {kernel.name} for {architecture}: {error}") from None
+    return bytes(code.code), log.getvalue()
+
+
+def _toolkit_headers() -> list[str]:
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    found = find_nvidia_header_directory("cudart")
+    return [found] if found else []
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept between runs."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return base / "bytefloor" / "kernels"
+
+
+def _key(kernel: KernelSpec, architecture: str) -> str:
+    from cuda.bindings import nvrtc
+
+    digest = hashlib.sha256()
+    for part in (kernel.source, *((SOURCES / header).read_text() for header in HEADERS), architecture):
+        digest.update(part.encode())
+    digest.update(repr(nvrtc.nvrtcVersion()).encode())
+    return digest.hexdigest()[:32]
+
+
+def machine_code(kernel: KernelSpec, architecture: str) -> bytes:
+    """From the disk, or compiled and put there. A rename makes a file appear whole or not at all, so no lock is held
+    while compiling: two processes that race do the same work twice and leave the same bytes."""
+    path = cache_folder() / f"{_key(kernel, architecture)}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    code, _ = compile_kernel(kernel, architecture)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.{id(kernel)}")
+        draft.write_bytes(code)
+        draft.replace(path)
+    except OSError:
+        pass  # a read-only home costs a second compilation, nothing else
+    return code
+
+
+class Kernel:
+    """A loaded kernel. ``launch`` goes on any stream, captured or not."""
+
+    def __init__(self, kernel: KernelSpec, code: bytes) -> None:
+        from cuda.bindings import driver
+        from cuda.core import ObjectCode
+
+        self.spec = kernel
+        self._module = ObjectCode.from_cubin(code)
+        loaded = self._module.get_kernel(kernel.name)
+        self._function = _checked(driver.cuKernelGetFunction(loaded.handle), kernel.name)
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, kernel.shared_bytes), kernel.name)
+
+    def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+        """arguments: tensors become pointers, None a null pointer, int a 32-bit int.
+
+        The launch is a programmatic dependent of what precedes it: the kernel itself waits before it reads anything
+        that the previous one writes.
+        """
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
+        config.sharedMemBytes = self.spec.shared_bytes
+        config.hStream = stream
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value = driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.value = value
+        config.attrs, config.numAttrs = [attribute], 1
+        values = tuple(_argument(argument) for argument in arguments)
+        types = tuple(ctypes.c_int if isinstance(argument, int) else ctypes.c_void_p for argument in arguments)
+        _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), self.spec.name)
+
+
+def _argument(argument: Any) -> int:
+    if argument is None:
+        return 0
+    return argument if isinstance(argument, int) else argument.data_ptr()
+
+
+def _checked(result: tuple, name: str) -> Any:
+    if int(result[0]) != 0:
+        raise KernelError(f"kernel {name}: the driver answered {result[0].name}")
+    return result[1] if len(result) > 1 else None
+
+
+def load_kernels(
+    specs: Sequence[KernelSpec], architecture: str, progress: Callable[[int, int], None] | None = None
+) -> Mapping[KernelSpec, Kernel]:
+    """Each distinct spec once, compiled on as many threads as there are cores. progress: (done, in all)."""
+    import cuda.core  # noqa: F401  (imported here once: its first import is not safe from several threads)
+
+    unique = list(dict.fromkeys(specs))
+    loaded: dict[KernelSpec, Kernel] = {}
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        for kernel, code in zip(unique, pool.map(lambda k: machine_code(k, architecture), unique), strict=True):
+            loaded[kernel] = Kernel(kernel, code)
+            if progress is not None:
+                progress(len(loaded), len(unique))
+    return loaded

@@ -1,0 +1,201 @@
+"""Checkpoints of real shapes with random weights: what a kernel's speed can be measured on where no weights are.
+
+``synthetic:gemma4-12b/Q4_K_M`` names a model and a mixture. Metadata and tensor names are those of a GGUF file, and from
+there on everything is the ordinary road. Weights are drawn as random blocks with small finite scales, on the device where
+they will be used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bytefloor.errors import RequestError
+from bytefloor.files.stored import Checkpoint, StoredTensor
+from bytefloor.formats import get
+from bytefloor.formats.record import QuantFormat
+
+PREFIX = "synthetic:"
+MIXTURES = ("Q4_K_M", "Q8_0", "BF16")
+SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+"""Where a block's fp16 scales stand."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published model's sizes, per layer where they differ. ``keys`` are more GGUF keys, without the architecture."""
+
+    architecture: str
+    width: int
+    ffn: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    vocabulary: int
+    context: int
+    is_tied: bool
+    keys: dict[str, Any] = field(default_factory=dict)
+    global_every: int = 0
+    n_global_kv_heads: int = 0
+    global_head_size: int = 0
+
+
+SHAPES = {
+    "gemma4-12b": Shape(
+        "gemma4", 3840, 15360, 48, 16, 8, 256, 262144, 131072, True,
+        {"attention.sliding_window": 1024, "final_logit_softcapping": 30.0, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4},
+        global_every=6, n_global_kv_heads=1, global_head_size=512,
+    ),
+    "llama31-8b": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, {"rope.freq_base": 5e5}),
+    "qwen3-8b": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, False, {"rope.freq_base": 1e6}),
+    "smollm2-135m": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152, 8192, True, {"rope.freq_base": 1e5}),
+    "gemma3-270m": Shape(
+        "gemma3", 640, 2048, 18, 4, 1, 256, 262144, 32768, True,
+        {"attention.sliding_window": 512, "rope.freq_base": 1e6, "attention.sliding_window_pattern": 6},
+    ),
+}  # fmt: skip
+
+
+def is_synthetic(name: str | None) -> bool:
+    """Whether a model's name asks for one of these."""
+    return name is not None and name.startswith(PREFIX)
+
+
+def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
+    """The checkpoint of a ``synthetic:MODEL/MIXTURE``; RequestError lists what there is."""
+    model, _, mixture = name.removeprefix(PREFIX).partition("/")
+    if model not in SHAPES or mixture not in MIXTURES:
+        raise RequestError(f"{name}: expected {PREFIX}MODEL/MIXTURE of {', '.join(SHAPES)} and {', '.join(MIXTURES)}")
+    shape = SHAPES[model]
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {
+        tensor: _stored(tensor, size, _format(tensor, size, shape, mixture), generator, torch.device(device))
+        for tensor, size in _tensor_shapes(shape).items()
+    }
+    return Checkpoint(Path(name), "gguf", _metadata(model, shape), tensors)
+
+
+def _is_global(shape: Shape, layer: int) -> bool:
+    return bool(shape.global_every) and (layer + 1) % shape.global_every == 0
+
+
+def _metadata(model: str, shape: Shape) -> dict[str, Any]:
+    n = shape.n_layers
+    kv_heads: int | list[int] = shape.n_kv_heads
+    keys: dict[str, Any] = {"attention.key_length": shape.head_size}
+    if shape.global_every:
+        kv_heads = [shape.n_global_kv_heads if _is_global(shape, i) else shape.n_kv_heads for i in range(n)]
+        keys = {"attention.key_length": shape.global_head_size, "attention.key_length_swa": shape.head_size}
+        keys["attention.sliding_window_pattern"] = [not _is_global(shape, i) for i in range(n)]
+    keys |= {
+        "block_count": n,
+        "embedding_length": shape.width,
+        "feed_forward_length": shape.ffn,
+        "attention.head_count": shape.n_heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "context_length": shape.context,
+        **shape.keys,
+    }
+    named = {f"{shape.architecture}.{key}": value for key, value in keys.items()}
+    return {"general.architecture": shape.architecture, "general.name": model, **named}
+
+
+def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    d, is_gemma = shape.width, shape.architecture.startswith("gemma")
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, d), "output_norm.weight": (d,)}
+    if not shape.is_tied:
+        shapes["output.weight"] = (shape.vocabulary, d)
+    if shape.architecture == "gemma4":
+        shapes["rope_freqs.weight"] = (shape.global_head_size // 2,)
+    for i in range(shape.n_layers):
+        is_global = _is_global(shape, i)
+        e = shape.global_head_size if is_global else shape.head_size
+        j = shape.n_global_kv_heads if is_global else shape.n_kv_heads
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm": (d,), "attn_q": (shape.n_heads * e, d), "attn_k": (j * e, d),
+            "attn_output": (d, shape.n_heads * e), "ffn_norm": (d,),
+            "ffn_gate": (shape.ffn, d), "ffn_up": (shape.ffn, d), "ffn_down": (d, shape.ffn),
+        }  # fmt: skip
+        if not is_global:
+            layer["attn_v"] = (j * e, d)
+        if is_gemma or shape.architecture == "qwen3":
+            layer |= {"attn_q_norm": (e,), "attn_k_norm": (e,)}
+        if is_gemma:
+            layer |= {"post_attention_norm": (d,), "post_ffw_norm": (d,)}
+        if shape.architecture == "gemma4":
+            layer["layer_output_scale"] = (1,)
+        shapes |= {f"blk.{i}.{name}.weight": size for name, size in layer.items()}
+    return shapes
+
+
+def _format(tensor: str, size: tuple[int, ...], shape: Shape, mixture: str) -> str:
+    """What llama.cpp's quantiser gives the tensor in a mixture, substitutes for narrow rows included."""
+    if len(size) == 1:
+        return "F32"
+    if mixture != "Q4_K_M":
+        return mixture
+    wanted = "Q4_K"
+    if tensor in ("token_embd.weight", "output.weight"):
+        is_head = tensor == "output.weight" or shape.is_tied
+        wanted = "Q6_K" if is_head else "Q4_K"
+    elif "attn_v" in tensor or "ffn_down" in tensor:
+        wanted = "Q6_K" if _has_more_bits(int(tensor.split(".")[1]), shape.n_layers) else "Q4_K"
+    narrow = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+    return narrow[wanted] if size[1] % 256 else wanted
+
+
+def _has_more_bits(layer: int, n_layers: int) -> bool:
+    """The first and last eighth of the layers, and every third between."""
+    eighth = n_layers // 8
+    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _stored(
+    name: str, size: tuple[int, ...], kind: str, generator: torch.Generator, device: torch.device
+) -> StoredTensor:
+    record = get(kind)
+    n = 1
+    for axis in size:
+        n *= axis
+    n_bytes = n * (4 if kind == "F32" else 2) if record.block_bytes is None else n // record.block * record.block_bytes
+
+    def read() -> dict[str, Tensor]:
+        if name == "rope_freqs.weight":
+            factors = torch.full(size, 1e30)
+            factors[: size[0] // 4] = 1.0
+            return {"values": factors}
+        if record.block_bytes is None:
+            values = torch.randn(size, generator=generator, device=device)
+            return {"values": values.mul_(0.1).add_(1.0) if kind == "F32" else values.mul_(size[-1] ** -0.5).bfloat16()}
+        return {"blocks": _random_blocks(record, size, generator, device)}
+
+    return StoredTensor(name, size, kind, record, n_bytes, read)
+
+
+def _random_blocks(
+    record: QuantFormat, size: tuple[int, ...], generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """Random codes; fp16 scales such that weights have about the spread of trained ones."""
+    assert record.block_bytes is not None
+    n_blocks = size[0] * size[1] // record.block
+    blocks = torch.randint(
+        0, 256, (n_blocks, record.block_bytes), generator=generator, device=device, dtype=torch.uint8
+    )
+    spread = size[1] ** -0.5
+    for i, offset in enumerate(SCALE_OFFSETS[record.name]):
+        unit = {"Q4_K": 32 * 4.6, "Q5_K": 32 * 9.2, "Q6_K": 70 * 18.0, "Q8_0": 73.0}.get(record.name, 4.6)
+        scale = torch.rand(n_blocks, 1, generator=generator, device=device).add_(0.5).mul_(spread / unit)
+        if i == 1 and record.name in ("Q4_1", "Q5_1"):
+            scale = scale * -7.5
+        elif i == 1:
+            scale = scale * (7.5 if record.name == "Q4_K" else 15.5)
+        blocks[:, offset : offset + 2] = scale.half().view(torch.uint8)
+    return blocks.view(size[0], -1)

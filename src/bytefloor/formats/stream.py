@@ -1,0 +1,221 @@
+"""Stream forms: how weights lie on a device, in the order in which a warp reads them.
+
+The unit is a *record* of 16 rows by ``columns`` columns, a multiple of 16 bytes long, that one warp eats at once.
+Records of a row tile are contiguous along K, tiles follow each other, so any run of records is one run of bytes and one
+bulk copy fetches it. Nothing depends on the number of multiprocessors.
+
+Lane l of the warp owns row l // 2 and, of every 64 columns (a *step*), the group of 32 that begins at 32 (l % 2). So a
+lane meets whole groups of its own row only, and one shuffle at the very end adds two lanes.
+
+Codes of a group are 16 bytes: the low nibbles of word j are elements 8j .. 8j + 3, its high nibbles 8j + 4 .. 8j + 7,
+which a mask and a shift turn into bytes for a 4-way dot product. Wider codes keep their upper bits in planes of their own.
+
+Packing loses nothing: the kernel ``ops/unpack.cu`` gives back the same float32 values, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytefloor.errors import ShapeError, UnsupportedError
+from bytefloor.formats.blocks import bit_planes, crumbs, nibbles
+from bytefloor.formats.record import Parts
+
+ROWS = 16
+STEP = 64
+"""Columns a warp covers with one 16-byte load of 4-bit codes a lane."""
+
+
+@dataclass(frozen=True)
+class StreamForm:
+    """One layout. Its CUDA side is the struct of the same name in ``ops/stream.cuh``.
+
+    columns: K of a record. record_bytes: its size. pack: parts of the stored tensor -> uint8 [tiles, K / columns,
+    record_bytes]; N must be a multiple of 16 and K of ``columns``.
+    """
+
+    name: str
+    columns: int
+    record_bytes: int
+    pack: Callable[[Parts], Tensor]
+
+    def n_bytes(self, n: int, k: int) -> int:
+        """Bytes of an N x K matrix on the device."""
+        return n // ROWS * (k // self.columns) * self.record_bytes
+
+
+def choose(format_name: str, n: int, k: int) -> StreamForm:
+    """The stream form for a matrix of that format and shape. UnsupportedError where there is none."""
+    if n % ROWS:
+        raise ShapeError(f"{format_name}: {n} rows are not a multiple of {ROWS}, which a stream record has")
+    if format_name in _K_QUANTS:
+        return _K_QUANTS[format_name]
+    if format_name in _LEGACY or format_name in _PLAIN:
+        if k % STEP:
+            raise ShapeError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
+        return _stepped_form(format_name, k)
+    raise UnsupportedError(f"{format_name} has no stream form yet")
+
+
+def _lanes(groups: Tensor, steps: int) -> Tensor:
+    """[N, K / 32, ...] -> [tiles, K / columns, steps, 32 lanes, ...]: lane = 2 row + group parity."""
+    n, per_row = groups.shape[:2]
+    tail = groups.shape[2:]
+    split = groups.view(n // ROWS, ROWS, per_row // (2 * steps), steps, 2, *tail)
+    order = (0, 2, 3, 1, 4, *range(5, 5 + len(tail)))
+    return split.permute(order).reshape(n // ROWS, per_row // (2 * steps), steps, 32, *tail)
+
+
+def _low_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [..., 32] codes -> uint8 [..., 16]: their low four bits in the word order above."""
+    low = (codes & 15).unflatten(-1, (4, 2, 4))
+    return (low[..., 0, :] | low[..., 1, :] << 4).flatten(-2)
+
+
+def _bit_plane(bits: Tensor) -> Tensor:
+    """uint8 [..., 32] of single bits -> uint8 [..., 4]: bit b of byte j is that of element 8 (b // 2) + 4 (b % 2) + j.
+
+    So a word shifted right by b and masked with 0x01010101 gives, in byte order, the bits of elements that share the
+    b-th run of four: runs of word j of the nibbles are b = 2j (low) and 2j + 1 (high).
+    """
+    runs = bits.unflatten(-1, (8, 4))
+    weights = torch.tensor([1 << b for b in range(8)], dtype=torch.uint8, device=bits.device)
+    return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8)
+
+
+def _crumb_planes(upper: Tensor) -> Tensor:
+    """uint8 [..., 32] of 2-bit values -> uint8 [..., 8]: two words, runs 0 to 3 and 4 to 7, two bits each."""
+    runs = upper.unflatten(-1, (2, 4, 4))
+    weights = torch.tensor([1 << 2 * b for b in range(4)], dtype=torch.uint8, device=upper.device)
+    return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8).flatten(-2)
+
+
+def _join(*planes: Tensor) -> Tensor:
+    """Byte planes [tiles, records, ...] side by side in a record."""
+    return torch.cat([plane.contiguous().view(torch.uint8).flatten(2) for plane in planes], dim=2)
+
+
+def _blocks(parts: Parts, block_bytes: int) -> Tensor:
+    stored = parts["blocks"].contiguous()
+    return stored.view(stored.shape[0], -1, block_bytes)
+
+
+def _scales_4_and_5(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """6-bit scales and minimums of Q4_K and Q5_K blocks as bytes: uint8 [N, K / 32] each."""
+    first = blocks[..., 4:12]
+    low = first & 63
+    high = first >> 2 & 48 | nibbles(blocks[..., 12:16]).flatten(-2)
+    scales = torch.cat((low[..., :4], high[..., :4]), dim=-1)
+    minimums = torch.cat((low[..., 4:], high[..., 4:]), dim=-1)
+    return scales.flatten(1), minimums.flatten(1)
+
+
+def _by_row(super_scales: Tensor) -> Tensor:
+    """uint8 [N, K / 256, bytes] -> [tiles, K / 256, 16, bytes]."""
+    return super_scales.unflatten(0, (-1, ROWS)).permute(0, 2, 1, 3)
+
+
+def _per_lane(values: Tensor) -> Tensor:
+    """uint8 [N, K / 32, bytes] -> [tiles, K / 256, 32 lanes, 4 steps, bytes]."""
+    return _lanes(values, 4).transpose(2, 3)
+
+
+def _pack_q4_k(parts: Parts) -> Tensor:
+    blocks = _blocks(parts, 144)
+    codes = nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).reshape(blocks.shape[0], -1, 32)
+    scales, minimums = _scales_4_and_5(blocks)
+    return _join(
+        _lanes(_low_nibbles(codes), 4),
+        _per_lane(scales[..., None]),
+        _per_lane(minimums[..., None]),
+        _by_row(blocks[..., :4]),
+    )
+
+
+def _pack_q5_k(parts: Parts) -> Tensor:
+    blocks = _blocks(parts, 176)
+    codes = nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).reshape(blocks.shape[0], -1, 32)
+    fifth = bit_planes(blocks[..., 16:48]).reshape(blocks.shape[0], -1, 32)
+    scales, minimums = _scales_4_and_5(blocks)
+    return _join(
+        _lanes(_low_nibbles(codes), 4),
+        _per_lane(_bit_plane(fifth)),
+        _per_lane(scales[..., None]),
+        _per_lane(minimums[..., None]),
+        _by_row(blocks[..., :4]),
+    )
+
+
+def _pack_q6_k(parts: Parts) -> Tensor:
+    blocks = _blocks(parts, 210)
+    codes = nibbles(blocks[..., :128].unflatten(-1, (2, 64))).reshape(blocks.shape[0], -1, 32)
+    upper = crumbs(blocks[..., 128:192].unflatten(-1, (2, 32))).reshape(blocks.shape[0], -1, 32)
+    scales = blocks[..., 192:208].reshape(blocks.shape[0], -1, 2)
+    return _join(
+        _lanes(_low_nibbles(codes), 4),
+        _lanes(_crumb_planes(upper), 4),
+        _per_lane(scales),
+        _by_row(blocks[..., 208:]),
+    )
+
+
+def _pack_legacy(format_name: str, steps: int) -> Callable[[Parts], Tensor]:
+    block_bytes, n_scale_bytes, has_fifth = _LEGACY[format_name]
+
+    def pack(parts: Parts) -> Tensor:
+        blocks = _blocks(parts, block_bytes)
+        n_head = n_scale_bytes + (4 if has_fifth else 0)
+        if format_name == "Q8_0":
+            halves = blocks[..., 2:].unflatten(-1, (2, 16))
+            codes = _lanes(halves, steps).transpose(3, 4)
+            return _join(codes, _lanes(blocks[..., :2], steps))
+        codes = nibbles(blocks[..., n_head:]).flatten(-2)
+        planes = [_lanes(_low_nibbles(codes), steps)]
+        if has_fifth:
+            fifth = bit_planes(blocks[..., n_scale_bytes:n_head, None]).flatten(-2).flatten(-2)
+            planes.append(_lanes(_bit_plane(fifth), steps))
+        return _join(*planes, _lanes(blocks[..., :n_scale_bytes], steps))
+
+    return pack
+
+
+_K_QUANTS = {
+    "Q4_K": StreamForm("Q4_K", 256, 2048 + 128 + 128 + 64, _pack_q4_k),
+    "Q5_K": StreamForm("Q5_K", 256, 2048 + 512 + 128 + 128 + 64, _pack_q5_k),
+    "Q6_K": StreamForm("Q6_K", 256, 2048 + 1024 + 256 + 32, _pack_q6_k),
+}
+_LEGACY = {
+    "Q4_0": (18, 2, False),
+    "Q4_1": (20, 4, False),
+    "Q5_0": (22, 2, True),
+    "Q5_1": (24, 4, True),
+    "Q8_0": (34, 2, False),
+}
+"""Bytes of a block, of its scales, and whether it has fifth bits."""
+
+
+_PLAIN = ("BF16", "F16")
+
+
+def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
+    def pack(parts: Parts) -> Tensor:
+        values = parts["values"].contiguous().view(torch.uint8)
+        groups = values.view(values.shape[0], -1, 4, 16)
+        return _join(_lanes(groups, steps).transpose(3, 4))
+
+    return pack
+
+
+def _stepped_form(format_name: str, k: int) -> StreamForm:
+    """As many steps a record as K allows, up to four: longer records are cheaper to fetch. 16-bit ones are long at one."""
+    if format_name in _PLAIN:
+        return StreamForm(f"{format_name}<1>", STEP, 2048, _pack_plain(1))
+    steps = next(steps for steps in (4, 2, 1) if k % (STEP * steps) == 0)
+    name = f"{format_name}<{steps}>"
+    _, n_scale_bytes, has_fifth = _LEGACY[format_name]
+    per_lane = (32 if format_name == "Q8_0" else 16) + (4 if has_fifth else 0) + n_scale_bytes
+    return StreamForm(name, STEP * steps, 32 * steps * per_lane, _pack_legacy(format_name, steps))

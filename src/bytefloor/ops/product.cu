@@ -1,0 +1,273 @@
+// product: a weight matrix times one row of activations, with what comes just before it as its prologue.
+//
+// y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU: h[n / 2] =
+// act(y[n]) * y[n + 1], rows of gate and up alternate.
+// x: float32 [K]. NORM: x' = (residual + post_norm(sum of delta planes)) * scalar, x = x' / rms(x') * weight; block 0 writes
+// x'. Activations become int8 in groups of 32, scale max / 127, which is the only rounding here.
+// Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
+// and the number of blocks, not on timing: two runs give the same bits.
+// Moves the packed weight once. Needs cp.async.bulk (sm_90).
+//
+// A block streams one contiguous run of records. Its producer thread fills the ring before it waits for the previous
+// kernel, so that the weights of this product arrive while the last one drains and while the prologue runs.
+//
+// Defined by the host: SEGMENTS as S(form, tiles) ..., COLUMNS of their records (K decides it, so they agree) and the
+// RECORD_BYTES of the largest; K, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu),
+// PLANES, TILES_PER_BLOCK, SLOTS, EPS.
+#include "stream.cuh"
+#include "ring.cuh"
+
+constexpr int WARPS = 8, CONSUMERS = WARPS * 32, ROWS = 16;
+
+constexpr int RECORDS = K / COLUMNS, UNITS = N / ROWS * RECORDS, SLOT = WARPS * RECORD_BYTES;
+constexpr int GRANULE = GLU ? RECORDS : 1;  // a GLU output needs whole rows in one block
+constexpr int GROUPS = K / 32;
+constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + (K + 15) / 16 * 16, AT_PART = AT_XS + GROUPS * 16,
+              AT_BARRIERS = AT_PART + TILES_PER_BLOCK * WARPS * ROWS * 4, AT_SUMS = AT_BARRIERS + 2 * SLOTS * 8;
+
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+__device__ __forceinline__ float sum_consumers(float v, float* sums, int warp, int lane) {
+    for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
+    if (lane == 0) sums[warp] = v;
+    sync_consumers();
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) total += sums[w];
+    return total;
+}
+
+__device__ __forceinline__ void load8(float (&v)[8], const float* p) {
+    float4 a = __ldcg((const float4*)p), b = __ldcg((const float4*)p + 1);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+struct Run {  // this block's units
+    int begin, end;
+    __device__ __forceinline__ Run() {
+        long granules = UNITS / GRANULE;
+        begin = (int)(granules * blockIdx.x / gridDim.x) * GRANULE;
+        end = (int)(granules * (blockIdx.x + 1) / gridDim.x) * GRANULE;
+    }
+};
+
+template <typename F>
+__device__ __forceinline__ void fill(const u8* weights, int first_unit, int n_units, Run run, u8* ring, u64* full, u64* empty,
+                                     int& slot) {
+    int begin = max(run.begin, first_unit), end = min(run.end, first_unit + n_units);
+    for (int u = begin; u < end; u += WARPS, slot++) {
+        int s = slot % SLOTS;
+        if (slot >= SLOTS) barrier_wait(empty + s, (slot / SLOTS & 1) ^ 1);
+        u32 bytes = min(WARPS, end - u) * F::BYTES;
+        barrier_expect(full + s, bytes);
+        bulk_copy(ring + s * SLOT, weights + (size_t)(u - first_unit) * F::BYTES, bytes, full + s);
+    }
+}
+
+struct Sum {  // a warp's running total of one row tile
+    int tile = -1;
+    float value = 0;
+    __device__ __forceinline__ void put(float* part, int first_tile, int warp, int lane) {
+        if (tile < 0) return;
+        float row = value + __shfl_xor_sync(~0u, value, 1);
+        if (!(lane & 1)) part[((tile - first_tile) * WARPS + warp) * ROWS + (lane >> 1)] = row;
+    }
+};
+
+template <typename F>
+__device__ __forceinline__ void consume(int first_unit, int n_units, Run run, const u8* ring, u64* full, u64* empty, int& slot,
+                                        Sum& sum, const i8* x, const float4* xs, float* part, int first_tile, int warp,
+                                        int lane) {
+    int begin = max(run.begin, first_unit), end = min(run.end, first_unit + n_units);
+    for (int u = begin; u < end; u += WARPS, slot++) {
+        int s = slot % SLOTS;
+        barrier_wait(full + s, slot / SLOTS & 1);
+        int unit = u + warp;
+        if (unit < end) {
+            int tile = unit / RECORDS, k = (unit - tile * RECORDS) * COLUMNS;
+            if (tile != sum.tile) {
+                sum.put(part, first_tile, warp, lane);
+                sum.tile = tile, sum.value = 0;
+            }
+            sum.value += F::dot(ring + s * SLOT + warp * F::BYTES, lane, x, xs, k);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + s);
+    }
+}
+
+constexpr int ROUNDS = (K / 8 + CONSUMERS - 1) / CONSUMERS;  // of eight values a thread
+
+// Reads activations, applies the norms, leaves int8 codes and group scales in shared memory.
+__device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight,
+                                         const float* norm_weight, const float* scalar, float* x_out, i8* x, float4* xs,
+                                         float* sums, int tid, int warp, int lane) {
+    float v[ROUNDS][8];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        int i = (r * CONSUMERS + tid) * 8;
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[r][j] = 0;
+        if (i < K) load8(v[r], x_in + i);
+    }
+#if NORM
+#if DELTA_PLANES > 0
+    float d[ROUNDS][8];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        int i = (r * CONSUMERS + tid) * 8;
+#pragma unroll
+        for (int j = 0; j < 8; j++) d[r][j] = 0;
+        if (i < K)
+#pragma unroll
+            for (int p = 0; p < DELTA_PLANES; p++) {
+                float plane[8];
+                load8(plane, delta + p * K + i);
+#pragma unroll
+                for (int j = 0; j < 8; j++) d[r][j] += plane[j];
+            }
+    }
+    float post = 1.f;
+#if POST_NORM
+    float square = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) square = fmaf(d[r][j], d[r][j], square);
+    post = rsqrtf(sum_consumers(square, sums, warp, lane) / K + EPS);
+#endif
+    float by = SCALAR ? *scalar : 1.f;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        int i = (r * CONSUMERS + tid) * 8;
+        if (i < K) {
+            float w[8];
+            if (POST_NORM) load8(w, post_weight + i);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                v[r][j] += POST_NORM ? d[r][j] * post * w[j] : d[r][j];
+                if (SCALAR) v[r][j] *= by;
+            }
+            if (blockIdx.x == 0) {
+                *(float4*)(x_out + i) = make_float4(v[r][0], v[r][1], v[r][2], v[r][3]);
+                *(float4*)(x_out + i + 4) = make_float4(v[r][4], v[r][5], v[r][6], v[r][7]);
+            }
+        }
+    }
+#endif
+    float total = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) total = fmaf(v[r][j], v[r][j], total);
+    float inverse = rsqrtf(sum_consumers(total, sums + WARPS, warp, lane) / K + EPS);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {
+        int i = (r * CONSUMERS + tid) * 8;
+        if (i < K) {
+            float w[8];
+            load8(w, norm_weight + i);
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[r][j] = v[r][j] * inverse * w[j];
+        }
+    }
+#endif
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++) {  // four threads share a group of 32
+        int i = (r * CONSUMERS + tid) * 8, codes[8], half_sum = 0;
+        float largest = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(v[r][j]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        float scale = __fdiv_rn(largest, 127.f);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            codes[j] = scale > 0 ? __float2int_rn(__fdiv_rn(v[r][j], scale)) : 0;
+            half_sum += codes[j];
+        }
+        half_sum += __shfl_xor_sync(~0u, half_sum, 1);
+        int other = __shfl_xor_sync(~0u, half_sum, 2);
+        if (i < K) {
+            uint2 packed;
+            packed.x = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | codes[3] << 24;
+            packed.y = (codes[4] & 255) | (codes[5] & 255) << 8 | (codes[6] & 255) << 16 | codes[7] << 24;
+            *(uint2*)(x + i) = packed;
+            if ((tid & 3) == 0) xs[i >> 5] = make_float4(scale, scale * half_sum, scale * other, 0.f);
+        }
+    }
+    sync_consumers();
+}
+
+__device__ __forceinline__ float activate(float gate) {
+#if GLU == 2
+    return 0.5f * gate * (1.f + tanhf(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)));
+#else
+    return gate / (1.f + expf(-gate));
+#endif
+}
+
+// Adds the warps' shares in order and writes rows; the block with a tile's last unit clears the planes nobody writes.
+__device__ __forceinline__ void write_rows(float* y, const float* part, Run run, int first_tile, int n_tiles, int tid) {
+    for (int i = tid; i < n_tiles * ROWS; i += CONSUMERS) {
+        int t = i / ROWS, r = i % ROWS, tile = first_tile + t;
+        float total = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) total += part[(t * WARPS + w) * ROWS + r];
+#if GLU
+        float up = __shfl_xor_sync(__activemask(), total, 1);
+        if (!(r & 1)) y[(tile * ROWS + r) / 2] = activate(total) * up;
+#else
+        long first_unit = (long)tile * RECORDS;
+        int plane = (int)(blockIdx.x - ((first_unit + 1) * gridDim.x - 1) / UNITS);
+        y[plane * N + tile * ROWS + r] = total;
+        if (run.end >= first_unit + RECORDS)
+            for (int p = plane + 1; p < PLANES; p++) y[p * N + tile * ROWS + r] = 0;
+#endif
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
+    product(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
+            const float* scalar, float* x_out, float* y) {
+    extern __shared__ __align__(128) u8 shared[];
+    u8* ring = shared;
+    i8* x = (i8*)(shared + AT_X);
+    float4* xs = (float4*)(shared + AT_XS);
+    float* part = (float*)(shared + AT_PART);
+    u64 *full = (u64*)(shared + AT_BARRIERS), *empty = full + SLOTS;
+    float* sums = (float*)(shared + AT_SUMS);
+    int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    Run run;
+    if (tid == 0) {
+        for (int i = 0; i < SLOTS; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (warp == WARPS) {
+        if (lane == 0) {
+            const u8* weights[3] = {w0, w1, w2};
+            int slot = 0, unit = 0, segment = 0;
+#define S(form, tiles)                                                                                              \
+    fill<form>(weights[segment++], unit, tiles * RECORDS, run, ring, full, empty, slot), unit += tiles * RECORDS;
+            SEGMENTS
+#undef S
+        }
+        return;
+    }
+    for (int i = tid; i < TILES_PER_BLOCK * WARPS * ROWS; i += CONSUMERS) part[i] = 0;
+    wait_for_previous();
+    let_next_start();
+    prologue(x_in, delta, post_weight, norm_weight, scalar, x_out, x, xs, sums, tid, warp, lane);
+    int first_tile = run.begin / RECORDS, n_tiles = run.end > run.begin ? (run.end - 1) / RECORDS - first_tile + 1 : 0;
+    int slot = 0, unit = 0;
+    Sum sum;
+#define S(form, tiles)                                                                                                 \
+    consume<form>(unit, tiles * RECORDS, run, ring, full, empty, slot, sum, x, xs, part, first_tile, warp, lane),      \
+        unit += tiles * RECORDS;
+    SEGMENTS
+#undef S
+    sum.put(part, first_tile, warp, lane);
+    sync_consumers();
+    write_rows(y, part, run, first_tile, n_tiles, tid);
+}
