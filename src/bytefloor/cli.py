@@ -38,7 +38,6 @@ def _complaint(error: Exception) -> str | None:
     if isinstance(error, BytefloorError):
         return str(error)
     if isinstance(error, OSError):
-        _abandon_output()
         return f"{error.filename or 'input or output'}: {error.strerror or error}"
     if hasattr(error, "format_message"):
         # A wrong flag or argument. The class is click's, of which typer may carry its own copy.
@@ -46,14 +45,6 @@ def _complaint(error: Exception) -> str | None:
         verb = context.command_path if context is not None else "bytefloor"
         return f"{error.format_message().rstrip('.')}; see {verb} --help"
     return None
-
-
-def _abandon_output() -> None:
-    """What a full disk did not take is still buffered, and the interpreter would complain about it when it ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(

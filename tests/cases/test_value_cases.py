@@ -13,7 +13,7 @@ from bytefloor.errors import BytefloorError
 from bytefloor.files.stored import Checkpoint
 from bytefloor.model.families import load_model
 
-BAD_VALUES = (None, "x", -1, 0, [], {}, [1], {"0": None}, 1.5, True)
+BAD_VALUES = (None, "x", -1, 0, [], {}, [1], {"0": None}, 1.5, True, 1000)
 
 
 def crashes(checkpoint: Checkpoint, spoil: Callable[[Any], Checkpoint]) -> list[str]:

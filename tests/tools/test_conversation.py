@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from bytefloor.engine.loading import EngineOptions, Opened, open_engine
+from bytefloor.engine.request import Finish
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import RequestError
 from bytefloor.tools import chat, interrupt, run
 from bytefloor.tools.chat import ChatOptions, Conversation, Leave
+from bytefloor.tools.session import Answer
 from tiny import build_tiny
 
 TEMPLATE = """\
@@ -153,6 +155,13 @@ def test_a_second_ctrl_c_interrupts_at_once_and_leaves_a_usable_engine(
     assert not talk.opened.engine.has_work
     assert signal.getsignal(signal.SIGINT) is before
     assert talk.ask("and now?").finish.n_generated > 0
+
+
+def test_an_answer_that_never_began_leaves_no_turn(talk: Conversation, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Finish("cancelled", "cancelled", 9, 0, 0, 0.0, 0.0, 0)
+    monkeypatch.setattr(chat, "stream_answer", lambda *_: Answer("", "", (), (), finish))
+    talk.ask("tell me")
+    assert talk.turns == []
 
 
 def test_an_ignored_ctrl_c_stays_ignored() -> None:

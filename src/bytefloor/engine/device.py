@@ -257,6 +257,8 @@ class _Planner:
         self.residuals = [self._floats(width), self._floats(width)]
         self.result: Tensor | None = None
         self.planes = 1
+        # Codes, scales and counters of the GLU that the next product takes, if that is what comes next.
+        self.codes: tuple[Tensor, Tensor, Tensor] | None = None
         self.counters = torch.zeros(256, dtype=torch.int32, device=executor.device)
         self.parts = self._floats(1)
         self.part_sums = self._floats(256 * 256)
@@ -329,7 +331,8 @@ class _Planner:
             packed = [self.x.packed(weight) for weight in weights]
         eps = fused.norm.attributes["eps"] if fused.norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
-        plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors)
+        takes_codes = self.codes is not None
+        plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors, takes_codes)
         n_out = sum(segment.n for segment in segments) // (2 if fused.glu is not None else 1)
         out = self._floats(plan.planes * n_out)
         x_in = self.residuals[0] if fused.norm is not None else self.result
@@ -343,11 +346,22 @@ class _Planner:
             self._vector(fused.scalar),
             self.residuals[1] if fused.has_delta else None,
             out,
+            *self._codes_of(fused, n_out),
         )
         if fused.has_delta:
             self.residuals.reverse()
         self.result, self.planes = out, plan.planes
         return Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments)
+
+    def _codes_of(self, fused: FusedProduct, n_out: int) -> tuple[Tensor | None, ...]:
+        """Where a GLU leaves its codes, or where a product finds those of the last one."""
+        if fused.glu is None:
+            found, self.codes = self.codes, None
+            return found or (None, None, None)
+        codes = torch.zeros(n_out, dtype=torch.int8, device=self.x.device)
+        counters = torch.zeros(n_out // 32, dtype=torch.int32, device=self.x.device)
+        self.codes = (codes, self._floats(n_out // 32 * 4), counters)
+        return self.codes
 
     def _attention(self, fused: FusedAttention) -> Launch:
         eps = fused.q_norm.attributes["eps"] if fused.q_norm is not None else 1e-6

@@ -56,7 +56,13 @@ def count_planes(n_units: int, units_a_tile: int, ranges: list[tuple[int, int]])
 
 
 def plan_product(
-    fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, n_multiprocessors: int
+    fused: FusedProduct,
+    segments: list[Segment],
+    k: int,
+    delta_planes: int,
+    eps: float,
+    n_multiprocessors: int,
+    takes_codes: bool = False,
 ) -> ProductLaunch:
     """Grid and constants of a product. Blocks share the records evenly, to the record, or to the tile with GLU."""
     columns = segments[0].form.columns
@@ -65,6 +71,8 @@ def plan_product(
         raise UnsupportedError(f"{fused.part}: no kernel for products of {names} in one launch")
     units_a_tile = k // columns
     n = sum(segment.n for segment in segments)
+    if fused.glu is not None and n % 64:
+        raise UnsupportedError(f"{fused.part}: {n // 2} outputs of the GLU are not whole groups of 32")
     n_units = n // ROWS * units_a_tile
     granule = units_a_tile if fused.glu is not None else 1
     wanted = n_units // granule if granule > 1 else ceil_div(n_units, WARPS)
@@ -92,6 +100,7 @@ def plan_product(
         POST_NORM=fused.post_norm is not None,
         DELTA_PLANES=delta_planes,
         SCALAR=fused.scalar is not None,
+        CODES=takes_codes,
         GLU=activation,
         PLANES=planes,
         TILES_PER_BLOCK=tiles,
@@ -120,7 +129,7 @@ def plan_attention(fused: FusedAttention, n_heads: int, planes_in: int, eps: flo
     kind = fused.cache.kind
     e, j = kind.head_size, kind.n_kv_heads
     group = n_heads // j
-    heads = next(h for h in (8, 7, 6, 5, 4, 3, 2, 1) if group % h == 0)
+    heads = next(h for h in ((4, 2, 1) if e > 256 else (8, 7, 6, 5, 4, 3, 2, 1)) if group % h == 0)
     if e % 16:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
     tile, stages = (32, 2) if e > 256 else (64, 1) if e > 128 else (64, 2)
@@ -128,7 +137,7 @@ def plan_attention(fused: FusedAttention, n_heads: int, planes_in: int, eps: flo
     max_runs = min(max_runs, 64 if e > 256 else 128, ceil_div(plan.capacity, tile) + 1)
     tiles_bytes = stages * 2 * tile * (e + 8) * 2
     sums_bytes = ATTENTION_THREADS // (e // 8) * heads * e * 4
-    shared = max(tiles_bytes, sums_bytes) + heads * e * 4 + 2 * e * 4 + heads * tile * 4 + heads * 4
+    shared = max(tiles_bytes, sums_bytes) + heads * ceil_div(e, 64) * 256 + 2 * e * 4 + 8 * tile * 4 + heads * 4
     n_in = (n_heads + (j if fused.owns_kv else 0) + (j if fused.owns_kv and not fused.has_v_from_k else 0)) * e
     rope = {None: 0, "split": 1, "interleaved": 2}[fused.rope.attributes["style"] if fused.rope else None]
     kernel = spec(

@@ -1,8 +1,8 @@
 """Checkpoints of real shapes with random weights: what a kernel's speed can be measured on where no weights are.
 
-``synthetic:gemma4-12b/Q4_K_M`` names a model and a mixture. Metadata and tensor names are those of a GGUF file, and from
-there on everything is the ordinary road. Weights are drawn as random blocks with small finite scales, on the device where
-they will be used.
+``synthetic:gemma4-12b/Q4_K_M`` names a model and a mixture. Metadata and tensor names are those of a GGUF file, and
+from there on everything is the ordinary road. Weights are drawn as random blocks with small finite scales, on the device
+where they will be used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from bytefloor.formats.record import QuantFormat
 PREFIX = "synthetic:"
 MIXTURES = ("Q4_K_M", "Q8_0", "BF16")
 SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 """Where a block's fp16 scales stand."""
 
@@ -50,7 +51,8 @@ class Shape:
 SHAPES = {
     "gemma4-12b": Shape(
         "gemma4", 3840, 15360, 48, 16, 8, 256, 262144, 131072, True,
-        {"attention.sliding_window": 1024, "final_logit_softcapping": 30.0, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4},
+        {"attention.sliding_window": 1024, "final_logit_softcapping": 30.0,
+         "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4},
         global_every=6, n_global_kv_heads=1, global_head_size=512,
     ),
     "llama31-8b": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, {"rope.freq_base": 5e5}),

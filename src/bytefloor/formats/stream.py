@@ -8,7 +8,8 @@ Lane l of the warp owns row l // 2 and, of every 64 columns (a *step*), the grou
 lane meets whole groups of its own row only, and one shuffle at the very end adds two lanes.
 
 Codes of a group are 16 bytes: the low nibbles of word j are elements 8j .. 8j + 3, its high nibbles 8j + 4 .. 8j + 7,
-which a mask and a shift turn into bytes for a 4-way dot product. Wider codes keep their upper bits in planes of their own.
+which a mask and a shift turn into bytes for a 4-way dot product. Wider codes keep their upper bits in planes of their
+own.
 
 Packing loses nothing: the kernel ``ops/unpack.cu`` gives back the same float32 values, bit for bit.
 """
@@ -211,7 +212,7 @@ def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
 
 
 def _stepped_form(format_name: str, k: int) -> StreamForm:
-    """As many steps a record as K allows, up to four: longer records are cheaper to fetch. 16-bit ones are long at one."""
+    """As many steps a record as K allows, up to four: longer records are cheaper to fetch. 16-bit ones are long as is."""
     if format_name in _PLAIN:
         return StreamForm(f"{format_name}<1>", STEP, 2048, _pack_plain(1))
     steps = next(steps for steps in (4, 2, 1) if k % (STEP * steps) == 0)

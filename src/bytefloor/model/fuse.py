@@ -1,7 +1,7 @@
 """Rewriting the plain list for one row: fewer, fatter calls, each of which says which plain calls it stands for.
 
-A norm is never a call of its own: it is computed again in every block of the product that needs it, which is right for
-one row. What ends a block of the model (the norm after it, the residual sum, the layer's scalar) moves into the prologue
+A norm is never a call of its own: it is computed again in every block of the product that needs it, right for one
+row. What ends a block of the model (the norm after it, the residual sum, the layer's scalar) moves into the prologue
 of the next block's product. The calls a fused call replaces, run in order, compute the same buffers: the reference
 executor proves it.
 """

@@ -16,10 +16,29 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, GROUP = H / J, CHUNKS = E / 8, STRIDE = E + 8;
 constexpr int LANES_OF_ROW = CHUNKS, ROW_GROUPS = THREADS / CHUNKS;
+constexpr int AT_ONCE = TILE / 32, SCORE_STRIDE = HEADS == 1 ? 1 : HEADS == 2 ? 2 : HEADS <= 4 ? 4 : 8;
+constexpr int Q_STRIDE = (E + 63) / 64 * 64;  // q of a head in blocks of 64, see q_index
 constexpr float LOWEST = -1e30f;
 static_assert(HEADS <= WARPS && GROUP % HEADS == 0, "a warp does the softmax of one head");
 
 struct State { int token, position; };
+
+// Where element e of a query stands: of each 64, the eight first halves of eight lanes' values, then the eight second halves,
+// so that eight lanes read 128 bytes in a row.
+__device__ __forceinline__ int q_index(int e) { return (e & ~63) + (e & 4) * 8 + (e >> 3 & 7) * 4 + (e & 3); }
+
+__device__ __forceinline__ void load_shares(float (&shares)[SCORE_STRIDE], const float* p) {
+    if (SCORE_STRIDE == 1) shares[0] = p[0];
+    if (SCORE_STRIDE == 2) {
+        float2 v = *(const float2*)p;
+        shares[0] = v.x, shares[SCORE_STRIDE - 1] = v.y;
+    }
+#pragma unroll
+    for (int i = 0; i + 3 < SCORE_STRIDE; i += 4) {
+        float4 v = *(const float4*)(p + i);
+        shares[i] = v.x, shares[i + 1] = v.y, shares[i + 2] = v.z, shares[i + 3] = v.w;
+    }
+}
 
 struct Band {
     int start, end, first_tile, n_tiles, tiles_a_run, n_runs;
@@ -60,8 +79,8 @@ __device__ __forceinline__ float warp_sum(float v) {
 }
 
 // One head of q, k or v by one warp, into shared memory: summed over planes, normed, turned.
-__device__ __forceinline__ void prepare_head(const float* qkv, int row, const float* weight, bool has_norm, bool turns,
-                                             const double* frequencies, int position, float factor, float* out, int lane) {
+__device__ __forceinline__ void prepare_head(const float* qkv, int row, const float* weight, bool has_norm, bool has_rope,
+                                             const double* frequencies, int position, float* out, int lane) {
     float square = 0;
     for (int e = lane; e < E; e += 32) {
         float v = 0;
@@ -75,11 +94,13 @@ __device__ __forceinline__ void prepare_head(const float* qkv, int row, const fl
         for (int e = lane; e < E; e += 32) out[e] = weight ? out[e] * inverse * weight[e] : out[e] * inverse;
     }
     __syncwarp();
-    if (turns && ROPE)
+    if (has_rope && ROPE)
         for (int i = lane; i < E / 2; i += 32) {
+            double frequency = frequencies[i];
+            if (frequency == 0) continue;
             // In double: at position 100,000 a float angle is off by 0.004.
-            double angle = position * frequencies[i];
-            float reduced = (float)(angle - 6.283185307179586 * rint(angle / 6.283185307179586)), sine, cosine;
+            double angle = position * frequency, turns = rint(angle * 0.15915494309189535);
+            float reduced = (float)(angle - 6.283185307179586 * turns), sine, cosine;
             sincosf(reduced, &sine, &cosine);
             int a = ROPE == 1 ? i : 2 * i, b = ROPE == 1 ? i + E / 2 : 2 * i + 1;
             float x = out[a], y = out[b];
@@ -87,13 +108,22 @@ __device__ __forceinline__ void prepare_head(const float* qkv, int row, const fl
             out[b] = y * cosine + x * sine;
         }
     __syncwarp();
-    if (factor != 1.f)
-        for (int e = lane; e < E; e += 32) out[e] *= factor;
+}
+
+// The same head in the order of q_index, times a factor.
+__device__ __forceinline__ void spread_query(float* head, float factor, int lane) {
+    float kept[(E + 31) / 32];
+#pragma unroll
+    for (int i = 0; i < (E + 31) / 32; i++) kept[i] = i * 32 + lane < E ? head[i * 32 + lane] * factor : 0.f;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < (E + 31) / 32; i++)
+        if (i * 32 + lane < E) head[q_index(i * 32 + lane)] = kept[i];
 }
 
 constexpr int TILE_ELEMENTS = 2 * TILE * STRIDE, TILES_BYTES = STAGES * TILE_ELEMENTS * 2,
               SUMS_BYTES = ROW_GROUPS * HEADS * E * 4, AT_Q = TILES_BYTES > SUMS_BYTES ? TILES_BYTES : SUMS_BYTES,
-              AT_NEW = AT_Q + HEADS * E * 4, AT_SCORES = AT_NEW + 2 * E * 4, AT_RESCALE = AT_SCORES + HEADS * TILE * 4;
+              AT_NEW = AT_Q + HEADS * Q_STRIDE * 4, AT_SCORES = AT_NEW + 2 * E * 4, AT_RESCALE = AT_SCORES + SCORE_STRIDE * TILE * 4;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const float* qkv, const float* q_weight, const float* k_weight, const double* frequencies, __nv_bfloat16* cache,
@@ -113,12 +143,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_previous();
     let_next_start();
     for (int task = warp; task < HEADS + (has_new ? 2 : 0); task += WARPS) {
-        if (task < HEADS)
-            prepare_head(qkv, (first_head + task) * E, q_weight, QK_NORM, true, frequencies, position, SCALE, q + task * E, lane);
-        else if (task == HEADS)
-            prepare_head(qkv, (H + j) * E, k_weight, QK_NORM, true, frequencies, position, 1.f, fresh, lane);
+        if (task < HEADS) {
+            float* head = q + task * Q_STRIDE;
+            prepare_head(qkv, (first_head + task) * E, q_weight, QK_NORM, true, frequencies, position, head, lane);
+            spread_query(head, SCALE, lane);
+        } else if (task == HEADS)
+            prepare_head(qkv, (H + j) * E, k_weight, QK_NORM, true, frequencies, position, fresh, lane);
         else
-            prepare_head(qkv, (V_FROM_K ? H + j : H + J + j) * E, nullptr, V_NORM, false, frequencies, position, 1.f, fresh + E, lane);
+            prepare_head(qkv, (V_FROM_K ? H + j : H + J + j) * E, nullptr, V_NORM, false, frequencies, position, fresh + E, lane);
     }
     __syncthreads();
     if (has_new && first_head % GROUP == 0) {
@@ -144,44 +176,55 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 (i < E ? k_tile : v_tile)[position % TILE * STRIDE + i % E] = __float2bfloat16(fresh[i]);
         __syncthreads();
         int low = max(band.start - tile * TILE, 0), high = min(band.end - tile * TILE, TILE);
-        for (int row = warp * 4 + (lane >> 3); row < TILE; row += WARPS * 4) {  // eight lanes a position
-            float dot[HEADS];
+        float dot[AT_ONCE][HEADS];  // eight lanes a position; all of the tile's positions at once, so that q is read once
 #pragma unroll
-            for (int g = 0; g < HEADS; g++) dot[g] = 0;
-            if (row >= low && row < high)
-                for (int c = (lane & 7) * 8; c < E; c += 64) {
-                    uint4 packed = *(const uint4*)(k_tile + row * STRIDE + c);
-                    u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+        for (int i = 0; i < AT_ONCE * HEADS; i++) dot[i / HEADS][i % HEADS] = 0;
+        int row = warp * 4 + (lane >> 3);
+        for (int c = (lane & 7) * 8; c < E; c += 64) {
+            uint4 packed[AT_ONCE];
 #pragma unroll
-                    for (int g = 0; g < HEADS; g++) {
-                        float4 a = *(const float4*)(q + g * E + c), b = *(const float4*)(q + g * E + c + 4);
-                        float qs[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-                        for (int w = 0; w < 4; w++) {
-                            dot[g] = fmaf(__uint_as_float(words[w] << 16), qs[2 * w], dot[g]);
-                            dot[g] = fmaf(__uint_as_float(words[w] & 0xffff0000u), qs[2 * w + 1], dot[g]);
-                        }
-                    }
-                }
+            for (int i = 0; i < AT_ONCE; i++) {
+                int r = row + 32 * i;
+                packed[i] = r >= low && r < high ? *(const uint4*)(k_tile + r * STRIDE + c) : make_uint4(0, 0, 0, 0);
+            }
 #pragma unroll
             for (int g = 0; g < HEADS; g++) {
-                dot[g] += __shfl_xor_sync(~0u, dot[g], 1);
-                dot[g] += __shfl_xor_sync(~0u, dot[g], 2);
-                dot[g] += __shfl_xor_sync(~0u, dot[g], 4);
-                if ((lane & 7) == 0) scores[g * TILE + row] = row >= low && row < high ? dot[g] : LOWEST;
+                const float4* at = (const float4*)(q + g * Q_STRIDE + (c & ~63)) + (lane & 7);
+                float4 a = at[0], b = at[8];
+                float qs[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) {
+                    u32 words[4] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
+#pragma unroll
+                    for (int w = 0; w < 4; w++) {
+                        dot[i][g] = fmaf(__uint_as_float(words[w] << 16), qs[2 * w], dot[i][g]);
+                        dot[i][g] = fmaf(__uint_as_float(words[w] & 0xffff0000u), qs[2 * w + 1], dot[i][g]);
+                    }
+                }
             }
         }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+            for (int g = 0; g < HEADS; g++) {
+                float total = dot[i][g];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                total += __shfl_xor_sync(~0u, total, 4);
+                int r = row + 32 * i;
+                if ((lane & 7) == 0) scores[r * SCORE_STRIDE + g] = r >= low && r < high ? total : LOWEST;
+            }
         __syncthreads();
         if (warp < HEADS) {
             float s[TILE / 32], top = largest;
 #pragma unroll
-            for (int i = 0; i < TILE / 32; i++) s[i] = scores[warp * TILE + i * 32 + lane], top = fmaxf(top, s[i]);
+            for (int i = 0; i < TILE / 32; i++) s[i] = scores[(i * 32 + lane) * SCORE_STRIDE + warp], top = fmaxf(top, s[i]);
             for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
             float by = expf(largest - top), total = 0;
 #pragma unroll
             for (int i = 0; i < TILE / 32; i++) {
                 float p = s[i] == LOWEST ? 0.f : expf(s[i] - top);
-                scores[warp * TILE + i * 32 + lane] = p;
+                scores[(i * 32 + lane) * SCORE_STRIDE + warp] = p;
                 total += p;
             }
             sum = sum * by + warp_sum(total);
@@ -195,9 +238,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int row = low + my_group; row < high; row += ROW_GROUPS) {
                 uint4 packed = *(const uint4*)(v_tile + row * STRIDE + my_chunk * 8);
                 u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+                float shares[SCORE_STRIDE];
+                load_shares(shares, scores + row * SCORE_STRIDE);
 #pragma unroll
                 for (int g = 0; g < HEADS; g++) {
-                    float p = scores[g * TILE + row];
+                    float p = shares[g];
 #pragma unroll
                     for (int w = 0; w < 4; w++) {
                         acc[g * 8 + 2 * w] = fmaf(p, __uint_as_float(words[w] << 16), acc[g * 8 + 2 * w]);

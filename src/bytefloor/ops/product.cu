@@ -1,7 +1,7 @@
 // product: a weight matrix times one row of activations, with what comes just before it as its prologue.
 //
-// y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU: h[n / 2] =
-// act(y[n]) * y[n + 1], rows of gate and up alternate.
+// y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU rows of gate and up
+// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves as int8 codes with a scale and sums for each 32.
 // x: float32 [K]. NORM: x' = (residual + post_norm(sum of delta planes)) * scalar, x = x' / rms(x') * weight; block 0 writes
 // x'. Activations become int8 in groups of 32, scale max / 127, which is the only rounding here.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
@@ -12,7 +12,7 @@
 // kernel, so that the weights of this product arrive while the last one drains and while the prologue runs.
 //
 // Defined by the host: SEGMENTS as S(form, tiles) ..., COLUMNS of their records (K decides it, so they agree) and the
-// RECORD_BYTES of the largest; K, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu),
+// RECORD_BYTES of the largest; K, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, CODES (the input is such codes), GLU (0, 1 silu, 2 gelu),
 // PLANES, TILES_PER_BLOCK, SLOTS, EPS.
 #include "stream.cuh"
 #include "ring.cuh"
@@ -98,79 +98,88 @@ __device__ __forceinline__ void consume(int first_unit, int n_units, Run run, co
 
 constexpr int ROUNDS = (K / 8 + CONSUMERS - 1) / CONSUMERS;  // of eight values a thread
 
-// Reads activations, applies the norms, leaves int8 codes and group scales in shared memory.
-__device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight,
-                                         const float* norm_weight, const float* scalar, float* x_out, i8* x, float4* xs,
-                                         float* sums, int tid, int warp, int lane) {
-    float v[ROUNDS][8];
+// Eight consecutive values a thread and round; zeros past the end.
+__device__ __forceinline__ void load_all(float (&v)[ROUNDS][8], const float* p, int tid) {
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
         int i = (r * CONSUMERS + tid) * 8;
 #pragma unroll
         for (int j = 0; j < 8; j++) v[r][j] = 0;
-        if (i < K) load8(v[r], x_in + i);
+        if (i < K) load8(v[r], p + i);
     }
-#if NORM
-#if DELTA_PLANES > 0
-    float d[ROUNDS][8];
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {
-        int i = (r * CONSUMERS + tid) * 8;
-#pragma unroll
-        for (int j = 0; j < 8; j++) d[r][j] = 0;
-        if (i < K)
-#pragma unroll
-            for (int p = 0; p < DELTA_PLANES; p++) {
-                float plane[8];
-                load8(plane, delta + p * K + i);
-#pragma unroll
-                for (int j = 0; j < 8; j++) d[r][j] += plane[j];
-            }
-    }
-    float post = 1.f;
-#if POST_NORM
-    float square = 0;
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++)
-#pragma unroll
-        for (int j = 0; j < 8; j++) square = fmaf(d[r][j], d[r][j], square);
-    post = rsqrtf(sum_consumers(square, sums, warp, lane) / K + EPS);
-#endif
-    float by = SCALAR ? *scalar : 1.f;
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {
-        int i = (r * CONSUMERS + tid) * 8;
-        if (i < K) {
-            float w[8];
-            if (POST_NORM) load8(w, post_weight + i);
-#pragma unroll
-            for (int j = 0; j < 8; j++) {
-                v[r][j] += POST_NORM ? d[r][j] * post * w[j] : d[r][j];
-                if (SCALAR) v[r][j] *= by;
-            }
-            if (blockIdx.x == 0) {
-                *(float4*)(x_out + i) = make_float4(v[r][0], v[r][1], v[r][2], v[r][3]);
-                *(float4*)(x_out + i + 4) = make_float4(v[r][4], v[r][5], v[r][6], v[r][7]);
-            }
-        }
-    }
-#endif
+}
+
+__device__ __forceinline__ float sum_of_squares(const float (&v)[ROUNDS][8]) {
     float total = 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
         for (int j = 0; j < 8; j++) total = fmaf(v[r][j], v[r][j], total);
-    float inverse = rsqrtf(sum_consumers(total, sums + WARPS, warp, lane) / K + EPS);
+    return total;
+}
+
+// Reads activations, applies the norms, leaves int8 codes and group scales in shared memory.
+// The residual was written two kernels ago or earlier, so it is read, like the weights of the norms, before the wait.
+__device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight,
+                                         const float* norm_weight, const float* scalar, float* x_out, i8* x, float4* xs,
+                                         float* sums, int tid, int warp, int lane) {
+    float v[ROUNDS][8];
+#if NORM
+    float weight[ROUNDS][8];
+    load_all(weight, norm_weight, tid);
+#if DELTA_PLANES > 0
+    load_all(v, x_in, tid);
+#if POST_NORM
+    float post[ROUNDS][8];
+    load_all(post, post_weight, tid);
+#endif
+    float by = SCALAR ? *scalar : 1.f, d[ROUNDS][8];
+    wait_for_previous();
+    let_next_start();
+    load_all(d, delta, tid);
+#pragma unroll
+    for (int p = 1; p < DELTA_PLANES; p++) {
+        float plane[ROUNDS][8];
+        load_all(plane, delta + p * K, tid);
+#pragma unroll
+        for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) d[r][j] += plane[r][j];
+    }
+#if POST_NORM
+    float inverse_post = rsqrtf(sum_consumers(sum_of_squares(d), sums, warp, lane) / K + EPS);
+#endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
         int i = (r * CONSUMERS + tid) * 8;
-        if (i < K) {
-            float w[8];
-            load8(w, norm_weight + i);
 #pragma unroll
-            for (int j = 0; j < 8; j++) v[r][j] = v[r][j] * inverse * w[j];
+        for (int j = 0; j < 8; j++) {
+#if POST_NORM
+            v[r][j] += d[r][j] * inverse_post * post[r][j];
+#else
+            v[r][j] += d[r][j];
+#endif
+            if (SCALAR) v[r][j] *= by;
+        }
+        if (blockIdx.x == 0 && i < K) {
+            *(float4*)(x_out + i) = make_float4(v[r][0], v[r][1], v[r][2], v[r][3]);
+            *(float4*)(x_out + i + 4) = make_float4(v[r][4], v[r][5], v[r][6], v[r][7]);
         }
     }
+#else
+    wait_for_previous();
+    let_next_start();
+    load_all(v, x_in, tid);
+#endif
+    float inverse = rsqrtf(sum_consumers(sum_of_squares(v), sums + WARPS, warp, lane) / K + EPS);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[r][j] = v[r][j] * inverse * weight[r][j];
+#else
+    wait_for_previous();
+    let_next_start();
+    load_all(v, x_in, tid);
 #endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {  // four threads share a group of 32
@@ -199,6 +208,7 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
     sync_consumers();
 }
 
+// Its division and exponential are the exact ones: a fast form would differ from the reference in more than last bits.
 __device__ __forceinline__ float activate(float gate) {
 #if GLU == 2
     return 0.5f * gate * (1.f + tanhf(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)));
@@ -207,29 +217,76 @@ __device__ __forceinline__ float activate(float gate) {
 #endif
 }
 
-// Adds the warps' shares in order and writes rows; the block with a tile's last unit clears the planes nobody writes.
-__device__ __forceinline__ void write_rows(float* y, const float* part, Run run, int first_tile, int n_tiles, int tid) {
-    for (int i = tid; i < n_tiles * ROWS; i += CONSUMERS) {
-        int t = i / ROWS, r = i % ROWS, tile = first_tile + t;
-        float total = 0;
+// Adds the warps' shares of a row, in order.
+__device__ __forceinline__ float row_total(const float* part, int i) {
+    float total = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total += part[(t * WARPS + w) * ROWS + r];
+    for (int w = 0; w < WARPS; w++) total += part[(i / ROWS * WARPS + w) * ROWS + i % ROWS];
+    return total;
+}
+
 #if GLU
-        float up = __shfl_xor_sync(__activemask(), total, 1);
-        if (!(r & 1)) y[(tile * ROWS + r) / 2] = activate(total) * up;
-#else
-        long first_unit = (long)tile * RECORDS;
-        int plane = (int)(blockIdx.x - ((first_unit + 1) * gridDim.x - 1) / UNITS);
-        y[plane * N + tile * ROWS + r] = total;
-        if (run.end >= first_unit + RECORDS)
-            for (int p = plane + 1; p < PLANES; p++) y[p * N + tile * ROWS + r] = 0;
-#endif
+// One group of 32 by one warp: codes, scale and the sums of its halves.
+__device__ __forceinline__ void write_group(float v, int group, i8* codes, float4* code_scales, int lane) {
+    float largest = fabsf(v);
+    for (int d = 16; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+    float scale = __fdiv_rn(largest, 127.f);
+    int code = scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0, half_sum = code;
+    for (int d = 8; d; d >>= 1) half_sum += __shfl_xor_sync(~0u, half_sum, d);
+    int other = __shfl_xor_sync(~0u, half_sum, 16);
+    codes[group * 32 + lane] = (i8)code;
+    if (lane == 0) code_scales[group] = make_float4(scale, scale * half_sum, scale * other, 0.f);
+}
+
+// Outputs of whole tiles, eight a tile. A group of 32 spans four tiles: those that lie in this block are written at once;
+// of a group shared with a neighbour each block leaves its floats, and whoever comes last writes the codes.
+__device__ __forceinline__ void write_glu(float* h, i8* codes, float4* code_scales, int* counters, float* part, int first_tile,
+                                          int n_tiles, int warp, int lane, int tid) {
+    float outputs[(TILES_PER_BLOCK * ROWS / 2 + CONSUMERS - 1) / CONSUMERS];
+    int n = 0;
+    for (int i = tid; i < n_tiles * 8; i += CONSUMERS)
+        outputs[n++] = activate(row_total(part, 2 * i)) * row_total(part, 2 * i + 1);
+    sync_consumers();
+    n = 0;
+    for (int i = tid; i < n_tiles * 8; i += CONSUMERS) part[i] = outputs[n++];
+    sync_consumers();
+    int last_tile = first_tile + n_tiles;
+    for (int group = first_tile / 4 + warp; group * 4 < last_tile; group += WARPS) {
+        int tile = group * 4 + lane / 8;
+        bool is_mine = tile >= first_tile && tile < last_tile;
+        float v = is_mine ? part[(tile - first_tile) * 8 + lane % 8] : 0.f;
+        int n_mine = min(last_tile, group * 4 + 4) - max(first_tile, group * 4);
+        if (n_mine < 4) {
+            if (is_mine) h[group * 32 + lane] = v;
+            __threadfence();
+            __syncwarp();
+            int before = lane == 0 ? atomicAdd(counters + group, n_mine) : 0;
+            before = __shfl_sync(~0u, before, 0);
+            if (before + n_mine < 4) continue;
+            if (lane == 0) counters[group] = 0;
+            __threadfence();
+            v = __ldcg(h + group * 32 + lane);
+        }
+        write_group(v, group, codes, code_scales, lane);
     }
 }
+#else
+// The block with a tile's last unit clears the planes nobody writes.
+__device__ __forceinline__ void write_rows(float* y, const float* part, Run run, int first_tile, int n_tiles, int tid) {
+    for (int i = tid; i < n_tiles * ROWS; i += CONSUMERS) {
+        int row = first_tile * ROWS + i;
+        long first_unit = (long)(row / ROWS) * RECORDS;
+        int plane = (int)(blockIdx.x - ((first_unit + 1) * gridDim.x - 1) / UNITS);
+        y[plane * N + row] = row_total(part, i);
+        if (run.end >= first_unit + RECORDS)
+            for (int p = plane + 1; p < PLANES; p++) y[p * N + row] = 0;
+    }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
     product(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
-            const float* scalar, float* x_out, float* y) {
+            const float* scalar, float* x_out, float* y, i8* codes, float4* code_scales, int* counters) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
     i8* x = (i8*)(shared + AT_X);
@@ -256,9 +313,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
         return;
     }
     for (int i = tid; i < TILES_PER_BLOCK * WARPS * ROWS; i += CONSUMERS) part[i] = 0;
+#if CODES
     wait_for_previous();
     let_next_start();
+    for (int i = tid; i < K / 16; i += CONSUMERS) ((uint4*)x)[i] = __ldcg((const uint4*)codes + i);
+    for (int i = tid; i < GROUPS; i += CONSUMERS) xs[i] = __ldcg(code_scales + i);
+    sync_consumers();
+#else
     prologue(x_in, delta, post_weight, norm_weight, scalar, x_out, x, xs, sums, tid, warp, lane);
+#endif
     int first_tile = run.begin / RECORDS, n_tiles = run.end > run.begin ? (run.end - 1) / RECORDS - first_tile + 1 : 0;
     int slot = 0, unit = 0;
     Sum sum;
@@ -269,5 +332,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 #undef S
     sum.put(part, first_tile, warp, lane);
     sync_consumers();
+#if GLU
+    write_glu(y, codes, code_scales, counters, part, first_tile, n_tiles, warp, lane, tid);
+#else
     write_rows(y, part, run, first_tile, n_tiles, tid);
+#endif
 }
