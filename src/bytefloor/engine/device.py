@@ -6,6 +6,8 @@ one capture serves every position; replaying it equals launching its kernels one
 
 from __future__ import annotations
 
+import importlib.util
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +107,12 @@ class DeviceExecutor:
         weights = (weight for group in self._groups() for weight in group)
         return sum(self.form_of(w).n_bytes(padded_rows(w.shape[0]), w.shape[1]) for w in weights)
 
+    def moved_bytes(self) -> int:
+        """Bytes of packed weights that one token streams: those of every product, each once."""
+        products = (fused for fused in self.fused if isinstance(fused, FusedProduct))
+        weights = (_matrix(call) for fused in products for call in fused.products)
+        return sum(self.form_of(w).n_bytes(padded_rows(w.shape[0]), w.shape[1]) for w in weights)
+
     def cache_bytes(self) -> int:
         """Bytes of the page pools."""
         return sum(self.plan.n_bytes(kind, self.step.n_cache_layers[kind.name]) for kind in self.step.kinds)
@@ -195,6 +203,17 @@ class DeviceExecutor:
         self._stream.synchronize()
         return self.history[start : start + n_tokens]
 
+    def host_us(self, n: int = 20) -> float:
+        """Microseconds the host takes to start one token: what must stay below the device's time for one."""
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        with torch.cuda.stream(self._stream):
+            for _ in range(n):
+                self._graph.replay()
+        elapsed = time.perf_counter() - start
+        torch.cuda.synchronize(self.device)
+        return elapsed / n * 1e6
+
     def poison(self, value: float = float("nan")) -> None:
         """Fill the cache and every buffer that a step writes: a test's way to see what is read before it is written."""
         for pool in self.pools.values():
@@ -236,7 +255,9 @@ def _refuse_bad_scales(weight: Weight, parts: dict[str, Tensor]) -> None:
 
 
 def device_architecture(device: torch.device) -> str:
-    """The compiler's name of the device. UnsupportedError for one without bulk copies."""
+    """The compiler's name of the device. UnsupportedError for one without bulk copies, and without the compiler."""
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        raise UnsupportedError("no CUDA compiler: cuda-core is not installed (pip install 'bytefloor[cuda]')")
     major, minor = torch.cuda.get_device_capability(device)
     name = f"sm_{major}{minor}a"
     if name not in ARCHITECTURES:

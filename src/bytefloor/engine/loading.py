@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from bytefloor.engine.cache import CachePlan
-from bytefloor.engine.engine import Engine
+from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.engine import Engine, Executor
 from bytefloor.engine.reference import Precision, Progress, ReferenceExecutor
 from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
@@ -21,12 +22,16 @@ from bytefloor.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 8192
 """Where the user names none: the model's own context, but no more than this. What is used is always shown."""
+DEVICE_ROUNDING = Rounding(activations="int8_g32", cache="bf16")
+"""What the kernels round: activations of a product to int8 in groups of 32, the cache to bf16."""
 WEIGHT_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """context: positions of prompt and answer together, None for the default. device: ``auto``, ``cpu`` or ``cuda``.
+    """How to open a model. ``weights`` is for the reference executor; kernels read weights as the file has them.
+
+    context: positions of prompt and answer together, None for the default. device: ``auto``, ``cpu`` or ``cuda``.
 
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
     """
@@ -59,18 +64,43 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 def open_engine(path: Path, options: EngineOptions, progress: Progress | None = None) -> Opened:
     """Reads headers, builds the tokenizer, loads the weights. Refuses before it allocates what does not fit."""
+    device = choose_device(options.device)
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
-    device = choose_device(options.device)
     plan = CachePlan(choose_context(options.context, model), options.chunk, options.n_sequences)
-    step = build_step(model.config, model.weights, Rounding())
-    precision = Precision(weights=WEIGHT_TYPES[options.weights])
-    executor = ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress)
+    banned = never_sampled(tokenizer, model)
+    executor, notices = make_executor(model, plan, device, WEIGHT_TYPES[options.weights], banned, progress)
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size)
-    return Opened(model, tokenizer, template, engine, device, (*checkpoint.notices, *tokenizer.notices))
+    return Opened(model, tokenizer, template, engine, device, (*checkpoint.notices, *tokenizer.notices, *notices))
+
+
+def never_sampled(tokenizer: Tokenizer, model: Model) -> frozenset[int]:
+    """Suppressed tokens, and rows of the table that no token has: nobody could read those."""
+    return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, model.config.vocabulary_size))
+
+
+def make_executor(
+    model: Model,
+    plan: CachePlan,
+    device: torch.device,
+    weights: torch.dtype = torch.float32,
+    banned_ids: frozenset[int] = frozenset(),
+    progress: Progress | None = None,
+) -> tuple[Executor, tuple[str, ...]]:
+    """The kernels where they can run this model, otherwise the reference executor; and what the user should be told."""
+    notices: tuple[str, ...] = ()
+    if device.type == "cuda" and plan.n_sequences == 1:
+        step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+        try:
+            return DeviceExecutor(step, plan, device=device, banned_ids=banned_ids, progress=progress), ()
+        except UnsupportedError as error:
+            notices = (f"{error}; decoding through the reference executor instead, which is slow",)
+    step = build_step(model.config, model.weights, Rounding())
+    precision = Precision(weights=weights)
+    return ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress), notices
 
 
 def choose_device(name: str) -> torch.device:

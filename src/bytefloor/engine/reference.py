@@ -86,6 +86,10 @@ class ReferenceExecutor:
         """Bytes of the decoded weights that are kept in memory."""
         return sum(self._kept_bytes(weight) for weight in self._dense_weights())
 
+    def moved_bytes(self) -> int:
+        """Bytes of weights that one token really reads: all that are kept."""
+        return self.weight_bytes()
+
     def cache_bytes(self) -> int:
         """Bytes of the page pools."""
         factor = self.precision.compute.itemsize

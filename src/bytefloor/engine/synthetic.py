@@ -1,7 +1,7 @@
 """Checkpoints of real shapes with random weights: what a kernel's speed can be measured on where no weights are.
 
 ``synthetic:gemma4-12b/Q4_K_M`` names a model and a mixture. Metadata and tensor names are those of a GGUF file, and
-from there on everything is the ordinary road. Weights are drawn as random blocks with small finite scales, on the device
+from there on everything is the ordinary road. Weights are random blocks with small finite scales, drawn on the device
 where they will be used.
 """
 
@@ -75,20 +75,24 @@ def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
     model, _, mixture = name.removeprefix(PREFIX).partition("/")
     if model not in SHAPES or mixture not in MIXTURES:
         raise RequestError(f"{name}: expected {PREFIX}MODEL/MIXTURE of {', '.join(SHAPES)} and {', '.join(MIXTURES)}")
-    shape = SHAPES[model]
+    return checkpoint_of(name, SHAPES[model], mixture, device)
+
+
+def checkpoint_of(name: str, shape: Shape, mixture: str, device: torch.device | str) -> Checkpoint:
+    """The same for any shape."""
     generator = torch.Generator(device).manual_seed(0)
     tensors = {
         tensor: _stored(tensor, size, _format(tensor, size, shape, mixture), generator, torch.device(device))
         for tensor, size in _tensor_shapes(shape).items()
     }
-    return Checkpoint(Path(name), "gguf", _metadata(model, shape), tensors)
+    return Checkpoint(Path(name), "gguf", _metadata(name, shape), tensors)
 
 
 def _is_global(shape: Shape, layer: int) -> bool:
     return bool(shape.global_every) and (layer + 1) % shape.global_every == 0
 
 
-def _metadata(model: str, shape: Shape) -> dict[str, Any]:
+def _metadata(name: str, shape: Shape) -> dict[str, Any]:
     n = shape.n_layers
     kv_heads: int | list[int] = shape.n_kv_heads
     keys: dict[str, Any] = {"attention.key_length": shape.head_size}
@@ -107,7 +111,7 @@ def _metadata(model: str, shape: Shape) -> dict[str, Any]:
         **shape.keys,
     }
     named = {f"{shape.architecture}.{key}": value for key, value in keys.items()}
-    return {"general.architecture": shape.architecture, "general.name": model, **named}
+    return {"general.architecture": shape.architecture, "general.name": name.removeprefix(PREFIX), **named}
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:

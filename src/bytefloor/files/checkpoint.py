@@ -26,8 +26,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     path = Path(path).expanduser()
     if path.is_dir():
         return _open_directory(path)
-    if not path.is_file():
+    if not path.exists():
         raise FileError(f"{path}: no such file or directory{_suggestion(path)}")
+    if not path.is_file():
+        raise FileError(f"{path}: not a regular file")
     head = _head(path)
     if head.startswith(MAGIC):
         return open_gguf(path)

@@ -212,7 +212,7 @@ def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
 
 
 def _stepped_form(format_name: str, k: int) -> StreamForm:
-    """As many steps a record as K allows, up to four: longer records are cheaper to fetch. 16-bit ones are long as is."""
+    """As many steps a record as K allows, up to four: longer records are cheaper to fetch. Of 16 bits, one."""
     if format_name in _PLAIN:
         return StreamForm(f"{format_name}<1>", STEP, 2048, _pack_plain(1))
     steps = next(steps for steps in (4, 2, 1) if k % (STEP * steps) == 0)

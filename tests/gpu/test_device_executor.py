@@ -1,0 +1,125 @@
+"""The whole road on small random models: the captured graph against the reference executor with the same rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.reference import Precision, ReferenceExecutor
+from bytefloor.engine.score import score_chunks
+from bytefloor.engine.synthetic import Shape, checkpoint_of
+from bytefloor.model.config import Rounding
+from bytefloor.model.decoder import build_step
+from bytefloor.model.families import load_model
+from bytefloor.model.step import Step
+
+ROUNDING = Rounding(activations="int8_g32", cache="bf16")
+SHAPES = {
+    "llama": Shape("llama", 512, 768, 3, 8, 2, 64, 512, 4096, False, {"rope.freq_base": 1e4}),
+    "qwen3": Shape("qwen3", 512, 1024, 3, 8, 4, 128, 512, 4096, False, {"rope.freq_base": 1e6}),
+    "gemma3": Shape(
+        "gemma3", 256, 512, 3, 4, 1, 256, 304, 4096, True,
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3},
+    ),
+    "gemma4": Shape(
+        "gemma4", 512, 768, 4, 16, 8, 64, 512, 4096, True,
+        {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 1, 128,
+    ),
+    "narrow": Shape("llama", 576, 1536, 2, 9, 3, 64, 512, 4096, True, {"rope.freq_base": 1e5}),
+}  # fmt: skip
+
+
+def step_of(name: str, mixture: str = "Q4_K_M") -> Step:
+    model = load_model(checkpoint_of(name, SHAPES[name], mixture, "cuda"))
+    return build_step(model.config, model.weights, ROUNDING)
+
+
+@pytest.fixture(scope="module", params=[(name, m) for name in SHAPES for m in ("Q4_K_M", "BF16")], ids=str)
+def step(request: pytest.FixtureRequest) -> Step:
+    return step_of(*request.param)
+
+
+def one_by_one(executor: DeviceExecutor, ids: list[int], is_eager: bool = False) -> Tensor:
+    cache = SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
+    rows = []
+    for token in ids:
+        batch = Batch()
+        cache.append_rows(batch, [token], [0])
+        rows.append(executor.run(batch, is_eager)[0])
+        cache.commit(1)
+    return torch.stack(rows)
+
+
+def test_replaying_equals_launching_and_one_run_equals_another(step: Step) -> None:
+    """X02: bit for bit; every buffer and the whole cache hold NaN before each run."""
+    ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    executor = DeviceExecutor(step, CachePlan(256, 64))
+    executor.poison()
+    replayed = one_by_one(executor, ids)
+    executor.poison()
+    assert torch.equal(one_by_one(executor, ids, is_eager=True), replayed)
+    executor.poison()
+    assert torch.equal(one_by_one(executor, ids), replayed)
+    assert bool(torch.isfinite(replayed).all())
+
+
+def test_capacity_changes_no_bit() -> None:
+    ids = [3, 5, 8, 13] * 12
+    runs = [one_by_one(DeviceExecutor(step_of("gemma4"), CachePlan(n, 64)), ids) for n in (64, 4096)]
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_logits_agree_with_the_reference_that_rounds_alike(name: str) -> None:
+    """Closer to the reference with the same roundings than that is to the one without: what is left are ties of codes.
+
+    The reference reads the weights that the device executor was given: they are drawn once and kept.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    step = keep_weights(step_of(name))
+    ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = one_by_one(DeviceExecutor(step, CachePlan(256, 64)), ids)
+    rounded, exact = (reference_logits(step, ids, rounds) for rounds in (True, False))
+    cost = ((rounded - exact).norm() / exact.norm()).item()
+    error = ((found - rounded).norm() / rounded.norm()).item()
+    assert 0 < error < 0.8 * cost
+    assert ((found - exact).norm() / exact.norm()).item() < 1.25 * cost
+
+
+def keep_weights(step: Step) -> Step:
+    """Synthetic tensors draw new values at each read; here every read gives the first ones."""
+    weights = {id(weight): weight for call in step.calls for weight in call.weights}
+    for weight in weights.values():
+        parts = weight.stored.read()
+        object.__setattr__(weight.stored, "read", lambda parts=parts: parts)
+    return step
+
+
+def reference_logits(step: Step, ids: list[int], rounds: bool) -> Tensor:
+    precision = Precision(rounds=rounds)
+    executor = ReferenceExecutor(step, CachePlan(256, len(ids)), device="cuda", precision=precision)
+    return torch.cat(list(score_chunks(executor, ids, len(ids)))).float()
+
+
+def test_tokens_fed_back_on_the_device_equal_those_of_the_host(step: Step) -> None:
+    executor = DeviceExecutor(step, CachePlan(256, 64))
+    cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    cache.reserve(100)
+    batch = Batch()
+    cache.append_rows(batch, [5], [0])
+    for kind in step.kinds:
+        batch.tables[kind.name] = [cache.table(kind)]
+    on_device = executor.decode_greedy(batch, 90).tolist()
+    token, on_host = 5, []
+    again = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    for _ in range(90):
+        batch = Batch()
+        again.append_rows(batch, [token], [0])
+        token = int(executor.run(batch)[0].argmax())
+        on_host.append(token)
+        again.commit(1)
+    assert on_device == on_host

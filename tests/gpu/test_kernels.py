@@ -1,0 +1,365 @@
+"""Each kernel against a float64 reference over the same rounded inputs; outputs are NaN before it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.device import device_architecture
+from bytefloor.engine.kernels import KernelSpec, load_kernels, spec
+from bytefloor.engine.launches import Segment, count_planes, plan_attention, plan_product, unit_ranges
+from bytefloor.engine.synthetic import _random_blocks
+from bytefloor.formats import get, stream
+from bytefloor.model.fuse import FusedAttention, FusedProduct
+from bytefloor.model.step import CacheKind, CacheLayer, OpCall
+from bytefloor.ops import OPS
+from bytefloor.ops.round_to import round_to
+
+K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
+LEGACY = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
+TIGHT = 2e-6
+
+
+def launch(kernel: KernelSpec, grid: tuple[int, int], *arguments: object) -> None:
+    loaded = load_kernels([kernel], device_architecture(torch.device("cuda")))[kernel]
+    loaded.launch(torch.cuda.current_stream().cuda_stream, grid, arguments)
+    torch.cuda.synchronize()
+
+
+def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    record = get(name)
+    if record.block_bytes is None:
+        values = torch.randn(n, k, generator=generator, device="cuda")
+        return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}
+    blocks = _random_blocks(record, (n, k), generator, torch.device("cuda"))
+    # Scales of either sign, some zero: a sign or a stale scale that is lost shows.
+    rows = blocks.view(-1, record.block_bytes)
+    offset = 208 if name == "Q6_K" else 0
+    scale = rows[:, offset : offset + 2].contiguous().view(torch.float16)
+    scale[::3] *= -1
+    scale[::7] = 0
+    rows[:, offset : offset + 2] = scale.view(torch.uint8)
+    return {"blocks": blocks}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("k", [256, 1024])
+@pytest.mark.parametrize("name", [*K_QUANTS, *LEGACY])
+def test_packing_is_undone_bit_for_bit(name: str, k: int) -> None:
+    n = 48
+    parts = random_parts(name, n, k, 1)
+    form = stream.choose(name, n, k)
+    packed = form.pack(parts)
+    assert packed.numel() == form.n_bytes(n, k)
+    out = torch.full((n, k), float("nan"), device="cuda")
+    launch(spec("unpack", 256, FORM=form.name, N=n, K=k), (64, 1), packed, out)
+    expected = get(name).decode(parts)
+    assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("k", [64, 128, 576, 640])
+@pytest.mark.parametrize("name", LEGACY)
+def test_narrow_rows_are_packed_and_undone(name: str, k: int) -> None:
+    test_packing_is_undone_bit_for_bit(name, k)
+
+
+def product_call(n: int, k: int) -> OpCall:
+    return OpCall(OPS["linear"], "test", {}, {}, None, {"N": n, "K": k})
+
+
+def fused_product(n_products: int, **parts: object) -> FusedProduct:
+    settings: dict = {"norm": None, "has_delta": False, "post_norm": None, "scalar": None, "glu": None} | parts
+    return FusedProduct("test", tuple(product_call(0, 0) for _ in range(n_products)), replaces=(), **settings)
+
+
+def norm_call() -> OpCall:
+    return OpCall(OPS["rms_norm"], "test", {}, {"eps": 1e-6}, None, {})
+
+
+def run_product(
+    fused: FusedProduct, weights: list[tuple[str, int]], k: int, x: Tensor, n_multiprocessors: int = 132, **more: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """(sum of the planes, or codes of a GLU), float64 weights, and whatever else the kernel wrote."""
+    segments, packed, dense = [], [], []
+    for seed, (name, n) in enumerate(weights):
+        parts = random_parts(name, n, k, seed)
+        segments.append(Segment(stream.choose(name, n, k), n))
+        packed.append(segments[-1].form.pack(parts))
+        dense.append(get(name).decode(parts).double())
+    planes_in = more["delta"].shape[0] if "delta" in more else 0
+    plan = plan_product(fused, segments, k, planes_in, 1e-6, n_multiprocessors)
+    n = sum(segment.n for segment in segments)
+    y = torch.full((plan.planes, n), float("nan"), device="cuda")
+    written = {
+        "x_out": torch.full((k,), float("nan"), device="cuda"),
+        "codes": torch.zeros(n // 2, dtype=torch.int8, device="cuda"),
+        "scales": torch.full((n // 64 or 1, 4), float("nan"), device="cuda"),
+    }
+    counters = torch.zeros(n, dtype=torch.int32, device="cuda")
+    pointers = [*packed, *[None] * (3 - len(packed))]
+    launch(
+        plan.kernel, (plan.n_blocks, 1), *pointers, x, more.get("delta"), more.get("post"), more.get("norm"),
+        more.get("scalar"), written["x_out"], y, written["codes"], written["scales"], counters,
+    )  # fmt: skip
+    assert not counters.any()
+    return y.double().sum(0), torch.cat(dense), written
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 256), (48, 1024), (8192, 512), (3840, 4096), (272, 15360)])
+@pytest.mark.parametrize("name", [*K_QUANTS, *LEGACY])
+def test_product_equals_float64(name: str, n: int, k: int) -> None:
+    """Every form, from one tile in one block to tiles shared between blocks."""
+    x = torch.randn(k, device="cuda")
+    found, dense, _ = run_product(fused_product(1), [(name, n)], k, x)
+    assert relative_error(found, dense @ round_to(x, "int8_g32").double()) < TIGHT
+
+
+@pytest.mark.parametrize("name", [*K_QUANTS, "Q4_1", "Q5_1", "Q4_0", "Q5_0"])
+def test_large_activations_keep_their_sums(name: str) -> None:
+    """K01: blocks of 3000.0, whose sum no float16 holds, times types with minimums and offsets."""
+    x = torch.full((512,), 3000.0, device="cuda")
+    found, dense, _ = run_product(fused_product(1), [(name, 64)], 512, x)
+    assert relative_error(found, dense @ x.double()) < TIGHT
+
+
+def test_all_zero_activations_give_zero() -> None:
+    found, _, _ = run_product(fused_product(1), [("Q4_K", 64)], 512, torch.zeros(512, device="cuda"))
+    assert not found.any()
+
+
+@pytest.mark.parametrize("n_multiprocessors", [7, 132])
+def test_segments_of_different_formats_in_one_launch(n_multiprocessors: int) -> None:
+    """G16: q and k in Q4_K beside v in Q6_K, and the borders anywhere in a block's run."""
+    x = torch.randn(1024, device="cuda")
+    found, dense, _ = run_product(
+        fused_product(3), [("Q4_K", 512), ("Q5_K", 80), ("Q6_K", 96)], 1024, x, n_multiprocessors
+    )
+    assert relative_error(found, dense @ round_to(x, "int8_g32").double()) < TIGHT
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean() + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize("has_scalar", [False, True])
+@pytest.mark.parametrize("has_post_norm", [False, True])
+@pytest.mark.parametrize("k", [512, 3840])
+def test_norms_before_a_product(k: int, has_post_norm: bool, has_scalar: bool) -> None:
+    """The residual takes up the last block's planes, is written once, and is normed for the product."""
+    x, planes = torch.randn(k, device="cuda"), torch.randn(3, k, device="cuda")
+    post, norm = torch.randn(k, device="cuda"), torch.randn(k, device="cuda")
+    scalar = torch.tensor([0.37], device="cuda")
+    fused = fused_product(1, norm=norm_call(), has_delta=True)
+    fused = FusedProduct(
+        **{**vars(fused), "post_norm": norm_call() if has_post_norm else None, "scalar": scalar if has_scalar else None}
+    )
+    found, dense, written = run_product(fused, [("Q4_K", 320)], k, x, delta=planes, post=post, norm=norm, scalar=scalar)
+    delta = planes.double().sum(0)
+    residual = x.double() + (rms(delta) * post.double() if has_post_norm else delta)
+    residual = residual * scalar.double() if has_scalar else residual
+    assert relative_error(written["x_out"], residual) < TIGHT
+    h = rms(residual) * norm.double()
+    # A value at the border of two codes may take either: float32 sums decide it.
+    assert relative_error(found, dense @ round_to(h, "int8_g32")) < 2e-3
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("n_multiprocessors", [1, 3, 5, 132])
+@pytest.mark.parametrize("n", [64, 192, 1024])
+def test_glu_leaves_codes_of_its_outputs(n: int, n_multiprocessors: int, activation: str) -> None:
+    """Groups inside a block and groups shared between blocks give the same codes."""
+    x = torch.randn(512, device="cuda")
+    glu = OpCall(OPS["glu"], "test", {}, {"activation": activation}, None, {})
+    _, dense, written = run_product(fused_product(1, glu=glu), [("Q6_K", n)], 512, x, n_multiprocessors)
+    y = dense @ round_to(x, "int8_g32").double()
+    expected = OPS["glu"].reference(y[0::2], y[1::2], activation)
+    scales = written["scales"][:, 0].double()
+    found = (written["codes"].view(-1, 32).double() * scales[:, None]).flatten()
+    rounded = round_to(expected, "int8_g32")
+    assert relative_error(found, rounded) < 2e-3
+    sums = written["codes"].view(-1, 2, 16).double().sum(2) * scales[:, None]
+    assert relative_error(written["scales"][:, 1:3], sums) < TIGHT
+
+
+def test_planes_are_counted_as_blocks_share_tiles() -> None:
+    for n_units, per_tile, n_blocks in ((3600, 15, 132), (540, 9, 68), (16, 16, 5), (100, 10, 100)):
+        ranges = unit_ranges(n_units, 1, n_blocks)
+        assert ranges[0][0] == 0
+        assert ranges[-1][1] == n_units
+        shared = [
+            sum(b < (t + 1) * per_tile and e > t * per_tile for b, e in ranges) for t in range(n_units // per_tile)
+        ]
+        assert count_planes(n_units, per_tile, ranges) == max(shared)
+
+
+ATTENTION_CASES = [
+    # head size, query heads, kv heads, window, position, V from K, RoPE
+    *[(e, 4, 2, None, 70, False, "split") for e in (64, 80, 96, 128, 256, 512)],
+    *[(64, h, 1, None, 33, False, "interleaved") for h in (1, 2, 3, 5, 7, 8, 16)],
+    *[(128, 8, 2, None, p, False, "split") for p in (0, 1, 31, 32, 62, 63, 64, 65, 127, 128, 191, 383, 700)],
+    *[(256, 4, 2, 100, p, False, "split") for p in (0, 98, 99, 100, 127, 128, 163, 164, 500, 640)],
+    (512, 16, 1, None, 300, True, "split"),
+    (256, 2, 1, 16, 77, False, None),
+]
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_attention_equals_float64(case: tuple) -> None:
+    """S02, N02, N04, R08: tile and window edges, ring wrap, every head size and group; NaN outside the live band."""
+    check_attention(*case)
+
+
+def check_attention(
+    e: int, n_heads: int, j: int, window: int | None, position: int, has_v_from_k: bool, style: str | None
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(position * 1000 + e)
+    plan = CachePlan(capacity=1024, chunk=64)
+    kind = CacheKind("kind", j, e, window, "bf16")
+    frequencies = tuple(0.0 if i % 5 == 4 else 10000.0 ** (-2 * i / e) for i in range(e // 2))
+    rope = OpCall(OPS["rope"], "test", {}, {"style": style, "inverse_frequencies": frequencies}, None, {})
+    norm = norm_call()
+    attention = OpCall(OPS["attention"], "test", {}, {"scale": 0.3}, None, {"H": n_heads})
+    fused = FusedAttention(
+        "test", attention, norm, norm, norm, rope if style else None, CacheLayer(kind, 0), True, has_v_from_k, ()
+    )
+    launched = plan_attention(fused, n_heads, 2, 1e-6, plan)
+    n_table, page = plan.n_table(kind), plan.page_size
+    table = torch.randperm(n_table, generator=torch.Generator().manual_seed(e)).to(torch.int32) + 1
+    cache = torch.full((n_table + 2, 2, j, page, e), float("nan"), dtype=torch.bfloat16, device="cuda")
+    first = 0 if window is None else max(0, position - window + 1)
+    old = torch.randn(2, position, j, e, generator=generator, device="cuda").bfloat16()
+    for p in range(first, position):
+        cache[int(table[(p // page) % n_table]), :, :, p % page] = old[:, p]
+    rows = (n_heads + j + (0 if has_v_from_k else j)) * e
+    qkv = torch.randn(2, rows, generator=generator, device="cuda")
+    q_weight, k_weight = torch.randn(2, e, generator=generator, device="cuda")
+    out = torch.full((n_heads * e,), float("nan"), device="cuda")
+    state = torch.tensor([0, position], dtype=torch.int32, device="cuda")
+    scratch = torch.full((launched.part_floats,), float("nan"), device="cuda")
+    sums, counters = (
+        torch.full((65536,), float("nan"), device="cuda"),
+        torch.zeros(256, dtype=torch.int32, device="cuda"),
+    )
+    launch(
+        launched.kernel, (launched.max_runs, launched.n_head_groups), qkv, q_weight, k_weight,
+        torch.tensor(frequencies, dtype=torch.float64, device="cuda"), cache, table.cuda(), n_table, state, scratch,
+        sums, counters, out,
+    )  # fmt: skip
+    heads = qkv.double().sum(0).view(-1, e)
+    q, k = heads[:n_heads], heads[n_heads : n_heads + j]
+    v = k if has_v_from_k else heads[n_heads + j :]
+    turn = rope_of(style, frequencies, position)
+    q = turn(head_norm(q) * q_weight.double()) * 0.3
+    k = turn(head_norm(k) * k_weight.double()).float().bfloat16().double()
+    v = head_norm(v).float().bfloat16().double()
+    keys = torch.cat((old[0, first:].double(), k[None]))
+    values = torch.cat((old[1, first:].double(), v[None]))
+    group = n_heads // j
+    expected = torch.empty(n_heads, e, dtype=torch.float64, device="cuda")
+    for h in range(n_heads):
+        shares = (keys[:, h // group] @ q[h]).softmax(0)
+        expected[h] = shares @ values[:, h // group]
+    # A key at the border of two bf16 values may take either.
+    assert relative_error(out.view(n_heads, e), expected) < 2e-3
+    written = cache[int(table[(position // page) % n_table]), :, :, position % page].double()
+    assert relative_error(written, torch.stack((k, v))) < 2e-3
+    assert not counters.any()
+
+
+def head_norm(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def rope_of(style: str | None, frequencies: tuple[float, ...], position: int) -> Callable[[Tensor], Tensor]:
+    def turn(x: Tensor) -> Tensor:
+        if style is None:
+            return x
+        positions = torch.full((x.shape[0],), position, device=x.device)
+        return OPS["rope"].reference(x[:, None], positions, style, frequencies)[:, 0]
+
+    return turn
+
+
+def test_rope_is_right_far_out() -> None:
+    """N08: at position 100,000 the angle of the fastest pair is still right."""
+    e, position = 64, 100_003
+    plan = CachePlan(capacity=131072, chunk=64)
+    kind = CacheKind("kind", 1, e, 16, "bf16")
+    frequencies = tuple(0.7**i for i in range(e // 2))
+    rope = OpCall(OPS["rope"], "test", {}, {"style": "split", "inverse_frequencies": frequencies}, None, {})
+    attention = OpCall(OPS["attention"], "test", {}, {"scale": 1.0}, None, {"H": 1})
+    fused = FusedAttention("test", attention, None, None, None, rope, CacheLayer(kind, 0), True, False, ())
+    launched = plan_attention(fused, 1, 1, 1e-6, plan)
+    n_table = plan.n_table(kind)
+    cache = torch.zeros(n_table + 1, 2, 1, plan.page_size, e, dtype=torch.bfloat16, device="cuda")
+    table = torch.arange(1, n_table + 1, dtype=torch.int32, device="cuda")
+    qkv = torch.randn(1, 3 * e, device="cuda")
+    state = torch.tensor([0, position], dtype=torch.int32, device="cuda")
+    buffers = [torch.zeros(65536, device="cuda"), torch.zeros(65536, device="cuda")]
+    launch(
+        launched.kernel, (launched.max_runs, 1), qkv, None, None,
+        torch.tensor(frequencies, dtype=torch.float64, device="cuda"), cache, table, n_table, state, *buffers,
+        torch.zeros(256, dtype=torch.int32, device="cuda"), torch.empty(e, device="cuda"),
+    )  # fmt: skip
+    found = cache[int(table[(position // plan.page_size) % n_table]), 0, 0, position % plan.page_size]
+    expected = rope_of("split", frequencies, position)(qkv[:, e : 2 * e].double())
+    assert relative_error(found, expected[0]) < 4e-3
+
+
+def run_logits(values: Tensor, banned: list[int], cap: float) -> tuple[Tensor, int]:
+    v = values.shape[-1]
+    kernel = spec("logits", 256, V=v, ROWS=v, PLANES=values.shape[0], CAP=float(cap), BLOCKS=8)
+    out = torch.full((v,), float("nan"), device="cuda")
+    mask = torch.zeros(v, dtype=torch.uint8, device="cuda")
+    mask[banned] = 1
+    state, history = (
+        torch.tensor([7, 3], dtype=torch.int32, device="cuda"),
+        torch.zeros(9, dtype=torch.int32, device="cuda"),
+    )
+    launch(
+        kernel, (8, 1), values, mask, out, torch.zeros(16, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda"),
+        state, history,
+    )  # fmt: skip
+    assert state[1].item() == 4
+    assert history[3].item() == state[0].item()
+    return out, int(state[0])
+
+
+def test_best_token_is_the_lowest_of_equals_and_never_a_banned_one() -> None:
+    values = torch.randn(2, 5000, device="cuda")
+    values[0, [17, 900, 4999]] = 50.0
+    values[1, [17, 900, 4999]] = 0.0
+    logits, token = run_logits(values, [], 0.0)
+    assert torch.equal(logits, values.sum(0))
+    assert token == 17
+    assert run_logits(values, [17], 0.0)[1] == 900
+    capped, _ = run_logits(values, [], 30.0)
+    expected = (values.double().sum(0) / 30).tanh() * 30
+    assert relative_error(capped, expected) < TIGHT
+
+
+def test_nan_logits_are_reported_not_sampled() -> None:
+    """N06"""
+    values = torch.randn(1, 5000, device="cuda")
+    values[0, 4321] = float("nan")
+    assert run_logits(values, [], 0.0)[1] == -1
+
+
+def test_embedding_row_equals_the_decoded_one() -> None:
+    """K13"""
+    parts = random_parts("Q6_K", 64, 512, 3)
+    form = stream.choose("Q6_K", 64, 512)
+    out = torch.full((512,), float("nan"), device="cuda")
+    kernel = spec("embed", 128, FORM=form.name, D=512, V=64, SCALE=float(math.sqrt(512)))
+    state = torch.tensor([41, 0], dtype=torch.int32, device="cuda")
+    launch(kernel, (4, 1), form.pack(parts), state, out)
+    assert relative_error(out, get("Q6_K").decode(parts)[41].double() * math.sqrt(512)) < TIGHT
