@@ -16,7 +16,7 @@ from bytefloor.engine.reference import Precision, ReferenceExecutor
 from bytefloor.engine.request import Finish, Request
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.files.stored import Checkpoint, StoredTensor, find_format
-from bytefloor.model import gguf_config, hf_config
+from bytefloor.model import gguf_keys, hf_keys
 from bytefloor.model.config import ModelConfig, Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import FAMILIES, load_model
@@ -36,10 +36,17 @@ Open = Callable[[str, str], Checkpoint]
 FAMILY_NAMES = ("llama", "qwen3", "gemma3", "gemma4-unified", "gemma4-31b", "gemma4-e")
 
 
+def one_a_layer(prefix: str, n_layers: int | None) -> Values:
+    """A file with so many layers has at least as many tensors."""
+    return {f"{prefix}.{i}.norm": torch.zeros(1, 1) for i in range(n_layers or 0)}
+
+
 def read_config(config: Mapping[str, Any], values: Values | None = None) -> ModelConfig:
     """What a directory with this config.json and these tensors says about the model."""
-    tensors = {name: tensor_of(name, tensor) for name, tensor in (values or {}).items()}
-    keys = hf_config.Keys(Checkpoint(Path("model"), "safetensors", config, tensors))
+    text = {**config, **config.get("text_config", {})}
+    all_values = {**one_a_layer("layers", text.get("num_hidden_layers")), **(values or {})}
+    tensors = {name: tensor_of(name, tensor) for name, tensor in all_values.items()}
+    keys = hf_keys.Keys(Checkpoint(Path("model"), "safetensors", config, tensors))
     family = next(family for family in FAMILIES if keys.model_type in family.hf)
     return family.read_hf(keys)
 
@@ -48,14 +55,15 @@ def read_keys(
     architecture: str, keys: Mapping[str, Any], rope_freqs: torch.Tensor | None = None, values: Values | None = None
 ) -> ModelConfig:
     """What a GGUF file with these keys and tensors says about the model."""
-    all_values = {"token_embd.weight": torch.zeros(1, 1), **(values or {})}
+    layers = one_a_layer("blk", keys.get("block_count"))
+    all_values = {"token_embd.weight": torch.zeros(1, 1), **layers, **(values or {})}
     tensors = {name: tensor_of(name, tensor) for name, tensor in all_values.items()}
     if rope_freqs is not None:
         tensors["rope_freqs.weight"] = tensor_of("rope_freqs.weight", rope_freqs)
     metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
     checkpoint = Checkpoint(Path("m.gguf"), "gguf", {"general.architecture": architecture, **metadata}, tensors)
     family = next(family for family in FAMILIES if architecture in family.gguf)
-    return family.read_gguf(gguf_config.Keys(architecture, checkpoint))
+    return family.read_gguf(gguf_keys.Keys(architecture, checkpoint))
 
 
 def without_tensor(checkpoint: Checkpoint, name: str) -> Checkpoint:

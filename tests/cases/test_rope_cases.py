@@ -121,7 +121,6 @@ def test_a_rope_freqs_tensor_that_cannot_be_is_refused(factors: list[float], mes
 
 @pytest.mark.parametrize("factor", [None, "eight", 0, "absent"])
 @pytest.mark.parametrize("rule", ["llama3", "linear"])
-@pytest.mark.xfail(strict=True, reason="rope_tables.py: KeyError, TypeError, ValueError or ZeroDivisionError")
 def test_a_scaling_without_a_usable_factor_is_refused_by_name(rule: str, factor: Any) -> None:
     """R01: an error of ours that names the key."""
     scaling = {**LLAMA3, "rope_type": rule, **({} if factor == "absent" else {"factor": factor})}
@@ -231,7 +230,6 @@ def test_gemma3_27b_scales_attention_by_what_no_gguf_key_says() -> None:
     assert {layer.attention_scale for layer in read_config(config).layers} == {168**-0.5}
 
 
-@pytest.mark.xfail(strict=True, reason="Keys.common (hf_config.py) demands vocab_size, and takes 2048 for the context")
 def test_the_published_config_of_gemma3_4b_needs_no_more_keys() -> None:
     """M11: what text_config leaves out is the family's default: 8 and 4 heads of 256, a context of 131,072."""
     nested = {"model_type": "gemma3", "text_config": GEMMA3_4B, "vision_config": {"hidden_size": 1152}}
@@ -330,8 +328,7 @@ def test_yarn_on_gemma4_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["yarn", "longrope"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", pytest.param("gemma4", marks=pytest.mark.xfail(
-    strict=True, reason="read_gemma4 (gguf_config.py) never looks at rope.scaling.type"))])  # fmt: skip
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gemma4"])
 def test_a_scaling_that_is_not_implemented_is_refused_in_gguf_too(architecture: str, name: str) -> None:
     """R01"""
     keys = GEMMA4_KEYS if architecture == "gemma4" else gemma3_keys(GEMMA3_1B, None)
@@ -344,7 +341,6 @@ def test_a_scaling_that_is_not_implemented_is_refused_in_gguf_too(architecture: 
 # --- what is written down and not read
 
 
-@pytest.mark.xfail(strict=True, reason="from_parameters (rope_tables.py) takes a null rope_type for `default`")
 def test_a_null_rope_type_does_not_hide_the_type_beside_it() -> None:
     """R01: two keys for one thing; the one that says something counts."""
     scaling = {**LLAMA3, "factor": 8.0, "rope_type": None, "type": "llama3"}
@@ -352,7 +348,6 @@ def test_a_null_rope_type_does_not_hide_the_type_beside_it() -> None:
     assert config.layers[0].rope.inverse_frequencies == pytest.approx(published(128, 8.0), rel=1e-12)
 
 
-@pytest.mark.xfail(strict=True, reason="Keys.rope (hf_config.py) gives flat rope_parameters to sliding layers too")
 def test_flat_parameters_never_scale_gemma3s_sliding_layers() -> None:
     """R02: what is meant for global layers stays there."""
     config = {key: value for key, value in GEMMA3_4B.items() if key != "rope_scaling"}
@@ -361,7 +356,6 @@ def test_flat_parameters_never_scale_gemma3s_sliding_layers() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-@pytest.mark.xfail(strict=True, reason="Keys.rope (hf_config.py) looks for partial_rotary_factor inside only")
 def test_a_partial_rotation_at_the_root_is_refused_too(model_type: str) -> None:
     """R07: older files keep partial_rotary_factor beside rope_theta."""
     config = {**llama_config("3.1-8B", rope_theta=5e5), "model_type": model_type, "partial_rotary_factor": 0.5}
@@ -369,7 +363,6 @@ def test_a_partial_rotation_at_the_root_is_refused_too(model_type: str) -> None:
         read_config(config)
 
 
-@pytest.mark.xfail(strict=True, reason="_gemma4_layer (hf_config.py) reads two keys of per_layer_config, no others")
 def test_a_per_layer_value_that_is_not_read_is_refused() -> None:
     """S02, R04: a layer's own window is honoured, or refused as here; never ignored."""
     wide = {"05": {"head_dim": 512, "num_key_value_heads": 1}, "11": {"head_dim": 512, "num_key_value_heads": 1}}
@@ -379,9 +372,6 @@ def test_a_per_layer_value_that_is_not_read_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("rope_theta", -1e4), ("rope_theta", 0), ("rms_norm_eps", -1.0)])
-@pytest.mark.xfail(
-    strict=True, reason="Keys.number (hf_config.py) takes any number; a negative base gives complex ones"
-)
 def test_a_number_that_cannot_be_is_refused_by_name(key: str, value: float) -> None:
     """R01"""
     with pytest.raises(FileError, match=key):

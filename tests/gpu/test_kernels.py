@@ -183,9 +183,11 @@ def test_glu_leaves_codes_of_its_outputs(n: int, n_multiprocessors: int, activat
     y = dense @ round_to(x, "int8_g32").double()
     expected = OPS["glu"].reference(y[0::2], y[1::2], activation)
     scales = written["scales"][:, 0].double()
-    found = (written["codes"].view(-1, 32).double() * scales[:, None]).flatten()
-    rounded = round_to(expected, "int8_g32")
-    assert relative_error(found, rounded) < 2e-3
+    groups = expected.view(-1, 32)
+    assert relative_error(scales, groups.abs().amax(1) / 127) < TIGHT
+    # Each code is the nearest; at a tie, which float32 sums decide, either neighbour is.
+    quotients = groups / scales[:, None]
+    assert (written["codes"].view(-1, 32) - quotients).abs().max().item() < 0.5 + 1e-3
     sums = written["codes"].view(-1, 2, 16).double().sum(2) * scales[:, None]
     assert relative_error(written["scales"][:, 1:3], sums) < TIGHT
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from bytefloor.errors import UnsupportedError
+from bytefloor.errors import FileError, ShapeError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,10 @@ class Rope:
 
     style: str
     inverse_frequencies: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(frequency) for frequency in self.inverse_frequencies):
+            raise FileError("RoPE: a base or a factor makes a frequency infinite, expected finite ones")
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,24 @@ class LayerConfig:
     kv_source: int
     has_v_from_k: bool = False
 
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ShapeError(
+                f"{self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads, expected a divisor"
+            )
+        if self.rope is not None and self.head_size != 2 * len(self.rope.inverse_frequencies):
+            raise ShapeError(
+                f"a head of {self.head_size} does not pair up as RoPE needs, "
+                f"expected {2 * len(self.rope.inverse_frequencies)}"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A whole model. per_layer_width: width of per-layer embeddings, 0 where there are none.
 
     has_qk_norm, has_v_norm, has_post_norms, has_layer_scalar: parts that a layer has or has not.
+    can_tie_head: whether the embedding stands in for an output head that the file does not hold.
     """
 
     family: str
@@ -58,6 +75,7 @@ class ModelConfig:
     has_post_norms: bool = False
     has_layer_scalar: bool = False
     per_layer_width: int = 0
+    can_tie_head: bool = True
 
 
 @dataclass(frozen=True)

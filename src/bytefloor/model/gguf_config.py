@@ -70,6 +70,7 @@ def read_gemma3(keys: Keys) -> ModelConfig:
         raise UnsupportedError(f"attn_logit_softcapping = {keys.get('attn_logit_softcapping')} is not supported")
     n_layers, n_heads = keys.n_layers(), keys.integer("attention.head_count")
     head_size = keys.head_size(n_heads)
+    keys.full_rotation("rope.dimension_count", head_size)
     global_base = keys.positive("rope.freq_base", 1_000_000.0)
     global_rope = Rope("split", rope_tables.plain(head_size, global_base, keys.linear_factor()))
     sliding_rope = Rope("split", rope_tables.plain(head_size, keys.positive("rope.freq_base_swa", 10_000.0)))
@@ -103,7 +104,11 @@ def read_gemma4(keys: Keys) -> ModelConfig:
     heads = keys.per_layer("attention.head_count", n_layers)
     kv_heads = keys.per_layer("attention.head_count_kv", n_layers)
     widths = keys.per_layer("feed_forward_length", n_layers)
-    ropes = {sliding: _gemma4_rope(keys, sliding) for sliding in set(is_sliding)}
+    head_sizes = {
+        False: keys.stated_head_size(""),
+        True: keys.stated_head_size("_swa", keys.integer("attention.key_length")),
+    }
+    ropes = {sliding: _gemma4_rope(keys, sliding, head_sizes[sliding]) for sliding in set(is_sliding)}
     owners = [i for i in range(n_layers) if sources[i] == i and not is_sliding[i]]
     # All global layers take V from K, or none: where some have a projection, the others have lost theirs.
     has_v_from_k = not any(f"blk.{i}.attn_v.weight" in keys.checkpoint.tensors for i in owners)
@@ -111,7 +116,7 @@ def read_gemma4(keys: Keys) -> ModelConfig:
         LayerConfig(
             n_heads=heads[i],
             n_kv_heads=kv_heads[i],
-            head_size=2 * len(ropes[is_sliding[i]].inverse_frequencies),
+            head_size=head_sizes[is_sliding[i]],
             attention_scale=1.0,
             window=keys.integer("attention.sliding_window") if is_sliding[i] else None,
             rope=ropes[is_sliding[i]],
@@ -125,15 +130,14 @@ def read_gemma4(keys: Keys) -> ModelConfig:
     return _gemma(keys, "gemma4", layers, has_v_norm=True, has_layer_scalar=True, per_layer_width=per_layer_width)
 
 
-def _gemma4_rope(keys: Keys, is_sliding: bool) -> Rope:
+def _gemma4_rope(keys: Keys, is_sliding: bool, head_size: int) -> Rope:
     """rope_freqs.weight marks the pairs that stand still; it is for global layers only, and so is a linear factor."""
+    keys.full_rotation("rope.dimension_count_swa" if is_sliding else "rope.dimension_count", head_size)
     if is_sliding:
-        head_size = keys.stated_head_size("_swa", keys.get("attention.key_length"))
         return Rope("split", rope_tables.plain(head_size, keys.positive("rope.freq_base_swa", 10_000.0)))
     if ROPE_FREQS not in keys.checkpoint.tensors:
         raise FileError(f"tensor {ROPE_FREQS} is missing: it says which pairs of a global layer turn")
-    base = keys.positive("rope.freq_base", 1_000_000.0)
-    table = rope_tables.plain(keys.stated_head_size(""), base, keys.linear_factor())
+    table = rope_tables.plain(head_size, keys.positive("rope.freq_base", 1_000_000.0), keys.linear_factor())
     return Rope("split", keys.rope_factors(table))
 
 

@@ -218,17 +218,19 @@ def _gemma4_own_values(keys: Keys, types: Sequence[str]) -> list[Values]:
 def _per_layer_config(keys: Keys, n_layers: int) -> list[Values]:
     """A value that no layer here can have of its own is refused, never ignored."""
     out = [Values({}) for _ in range(n_layers)]
+    indices = {str(i): i for i in range(n_layers)}
     stated = Values(keys.mapping("per_layer_config"), "per_layer_config.")
     for name in stated.values:
-        if not name.isdecimal() or int(name) >= n_layers:
-            raise FileError(f"per_layer_config has a layer {name}, expected 0 to {n_layers - 1}")
+        index = indices.get(name.lstrip("0") or name[:1])
+        if index is None:
+            raise FileError(f"per_layer_config has a layer {name[:20]!r}, expected 0 to {n_layers - 1}")
         if stated.get(name) is None:
             raise stated.wrong(name, None, "a mapping")
         own = stated.mapping(name)
         for key in own:
             if key not in PER_LAYER_KEYS:
                 raise UnsupportedError(f"per_layer_config.{name}.{key} = {own[key]}: a layer cannot have its own {key}")
-        out[int(name)] = Values(own, f"per_layer_config.{name}.")
+        out[index] = Values(own, f"per_layer_config.{name}.")
     return out
 
 

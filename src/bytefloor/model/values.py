@@ -31,7 +31,7 @@ class Values:
         """An integer, positive unless least says otherwise."""
         value = self.get(key, default)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or value < least or (most is not None and value > most):
+        if not is_whole or not least <= value <= (sys.maxsize if most is None else most):
             wanted = {0: "an integer", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
             raise self.wrong(key, value, wanted if most is None else f"an integer from {least} to {most}")
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -142,8 +142,8 @@ NORMS = frozenset(
         "per_layer_projection_norm",
     ]
 )
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale")
-"""Derived tables, and activation or cache scales of engines that quantise those: nothing here needs them."""
+IGNORED_PARTS = frozenset(["inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale"])
+"""Last parts of names. Derived tables, and activation or cache scales of engines that quantise those: unneeded."""
 
 
 def layer_shapes(config: ModelConfig, layer: LayerConfig, index: int) -> dict[str, tuple[int, ...]]:
@@ -188,9 +188,12 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def assign_weights(checkpoint: Checkpoint, config: ModelConfig, norm_offset: float) -> ModelWeights:
+def assign_weights(
+    checkpoint: Checkpoint, config: ModelConfig, norm_offset: float, tables: Collection[str] = ()
+) -> ModelWeights:
     """Every role from its tensor, shapes checked; a tensor that no role takes is refused unless known to be idle.
 
+    tables: tensors that the configuration was read from.
     Raises FileError for a missing tensor, ShapeError for a wrong shape, UnsupportedError for an unknown tensor.
     """
     is_gguf = checkpoint.container == "gguf"
@@ -215,12 +218,12 @@ def assign_weights(checkpoint: Checkpoint, config: ModelConfig, norm_offset: flo
         layers.append(LayerWeights(**roles))  # type: ignore[arg-type]
     outer: dict[str, Weight | None] = dict.fromkeys(GGUF_MODEL_NAMES)
     for role, shape in model_shapes(config).items():
-        if role == "head" and model_names["head"] not in checkpoint.tensors:
+        if role == "head" and config.can_tie_head and model_names["head"] not in checkpoint.tensors:
             outer["head"] = outer["embedding"]
         else:
             outer[role] = take(role, "", model_names[role], shape)
     weights = ModelWeights(layers=tuple(layers), **outer)  # type: ignore[arg-type]
-    _refuse_leftovers(checkpoint, config, weights)
+    _refuse_leftovers(checkpoint, config, weights, tables)
     return weights
 
 
@@ -247,19 +250,24 @@ def all_weights(weights: ModelWeights) -> list[Weight]:
     return list(unique.values())
 
 
-def _refuse_leftovers(checkpoint: Checkpoint, config: ModelConfig, weights: ModelWeights) -> None:
+def _refuse_leftovers(
+    checkpoint: Checkpoint, config: ModelConfig, weights: ModelWeights, tables: Collection[str]
+) -> None:
     """A bias or a router that nothing multiplies with would change every answer, silently."""
     used = {weight.stored.name for weight in all_weights(weights)}
-    idle = {"rope_freqs.weight"} | _idle_kv_names(checkpoint, config)
+    idle = _idle_kv_names(checkpoint, config) | set(tables)
     for name in checkpoint.tensors:
-        if name not in used and name not in idle and not name.endswith(IGNORED_SUFFIXES):
+        if name not in used and name not in idle and name.rpartition(".")[2] not in IGNORED_PARTS:
             raise UnsupportedError(
                 f"{checkpoint.path}: tensor {name} has no place in {config.family}; running without it would be wrong"
             )
 
 
 def _idle_kv_names(checkpoint: Checkpoint, config: ModelConfig) -> set[str]:
-    """Key and value weights that files carry for layers which read another layer's cache, or take V from K."""
+    """Key and value weights that files carry for layers which read another layer's cache.
+
+    A layer that takes V from K has none: a value projection there would be another model's, and is refused.
+    """
     names: Mapping[str, str] = GGUF_LAYER_NAMES if checkpoint.container == "gguf" else SAFETENSORS_LAYER_NAMES
     prefix = "blk" if checkpoint.container == "gguf" else "layers"
     idle = set()

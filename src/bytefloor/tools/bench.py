@@ -1,8 +1,8 @@
 """``bench``: tokens a second, and what share of the floor they stand for.
 
-Share = (bytes of the weights that a token needs, in the file's own encoding, + live cache bytes) / (time x stream limit of the
-same run). Decoding is greedy with the sampling inside: each token goes from the device to the device. At a depth the
-cache holds random values, which cost the same to read as any.
+Share = (bytes of the weights that a token needs, in the file's own encoding, + live cache bytes) / (time x stream limit
+of the same run). Decoding is greedy with the sampling inside: each token goes from the device to the device. At a depth
+the cache holds random values, which cost the same to read as any.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Rates are medians; spread is (largest - smallest) / median. file_bytes: a token's weights and live
-    cache as the file encodes them; moved_bytes: what the device's own layout makes of them. host_us: the host's time to
-    start one token."""
+    """One measurement. Rates are medians; spread is (largest - smallest) / median.
+
+    file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
+    makes of them. host_us: the host's time to start one token.
+    """
 
     verb: str
     model: str

@@ -1,0 +1,130 @@
+"""Kernel launches, decided and compiled without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.kernels import ARCHITECTURES, KernelSpec, compile_kernel, spec
+from bytefloor.engine.launches import (
+    SHARED_BYTES,
+    Segment,
+    count_planes,
+    plan_attention,
+    plan_product,
+    unit_ranges,
+)
+from bytefloor.errors import KernelError
+from bytefloor.formats import stream
+from bytefloor.model.fuse import FusedAttention, FusedProduct
+from bytefloor.model.step import CacheKind, CacheLayer, OpCall
+from bytefloor.ops import OPS
+
+MOST_SPILLED_BYTES = 64
+MULTIPROCESSORS = 132
+PLAN = CachePlan(capacity=32768, chunk=64)
+
+
+def call(name: str, **attributes: object) -> OpCall:
+    return OpCall(OPS[name], "test", {}, attributes, None, {"H": attributes.get("H", 1)})  # type: ignore[dict-item]
+
+
+def product(*segments: tuple[str, int], k: int, glu: str | None = None, norm: bool = False) -> FusedProduct:
+    return FusedProduct(
+        "test",
+        tuple(call("linear") for _ in segments),
+        call("rms_norm", eps=1e-6) if norm else None,
+        norm,
+        call("rms_norm", eps=1e-6) if norm else None,
+        None,
+        call("glu", activation=glu) if glu else None,
+        (),
+    )
+
+
+def planned(*segments: tuple[str, int], k: int, glu: str | None = None, norm: bool = False) -> KernelSpec:
+    forms = [Segment(stream.choose(name, n, k), n) for name, n in segments]
+    fused = product(*segments, k=k, glu=glu, norm=norm)
+    return plan_product(fused, forms, k, 2 if norm else 0, 1e-6, MULTIPROCESSORS).kernel
+
+
+def attention(e: int, n_heads: int, j: int, window: int | None = None) -> KernelSpec:
+    fused = FusedAttention(
+        "test",
+        call("attention", scale=1.0, H=n_heads),
+        call("rms_norm", eps=1e-6),
+        call("rms_norm", eps=1e-6),
+        None,
+        call("rope", style="split", inverse_frequencies=()),
+        CacheLayer(CacheKind("kind", j, e, window, "bf16"), 0),
+        True,
+        False,
+        (),
+    )
+    return plan_attention(fused, n_heads, 2, 1e-6, PLAN).kernel
+
+
+REPRESENTATIVE = {
+    "gemma4 12B qkv": lambda: planned(("Q4_K", 4096), ("Q4_K", 2048), ("Q6_K", 2048), k=3840, norm=True),
+    "gemma4 12B gate and up": lambda: planned(("Q4_K", 30720), k=3840, glu="gelu_tanh", norm=True),
+    "gemma4 12B down": lambda: planned(("Q6_K", 3840), k=15360),
+    "llama 8B gate and up": lambda: planned(("Q4_K", 28672), k=4096, glu="silu", norm=True),
+    "smollm2 qkv": lambda: planned(("Q4_1", 576), ("Q4_1", 192), ("Q4_1", 192), k=576, norm=True),
+    "q5_k": lambda: planned(("Q5_K", 4096), k=4096),
+    "q5_0": lambda: planned(("Q5_0", 4096), k=640),
+    "q5_1": lambda: planned(("Q5_1", 4096), k=1536),
+    "q4_0": lambda: planned(("Q4_0", 4096), k=4096),
+    "q8_0 head": lambda: planned(("Q8_0", 49152), k=576, norm=True),
+    "bf16": lambda: planned(("BF16", 4096), k=4096),
+    "f16": lambda: planned(("F16", 4096), k=4096),
+    "attention 64": lambda: attention(64, 9, 3),
+    "attention 80": lambda: attention(80, 8, 8),
+    "attention 96": lambda: attention(96, 8, 4),
+    "attention 128": lambda: attention(128, 32, 8),
+    "attention 256": lambda: attention(256, 16, 8, 1024),
+    "attention 512": lambda: attention(512, 16, 1),
+    "embed": lambda: spec("embed", 128, FORM="Q6_K", D=3840, V=262144, SCALE=61.9),
+    "logits": lambda: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128),
+    "unpack": lambda: spec("unpack", 256, FORM="Q5_K", N=64, K=512),
+    "read": lambda: spec("read", 512, THREADS=512),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", list(REPRESENTATIVE))
+def test_every_kernel_compiles_for_every_architecture_without_spills(name: str, architecture: str) -> None:
+    pytest.importorskip("cuda.core")
+    code, report = compile_kernel(REPRESENTATIVE[name](), architecture)
+    assert len(code) > 1000
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report)]
+    assert spilled
+    assert max(spilled) <= MOST_SPILLED_BYTES, f"{name} for {architecture} spills {max(spilled)} bytes"
+
+
+def test_a_kernel_that_does_not_compile_says_so() -> None:
+    pytest.importorskip("cuda.core")
+    with pytest.raises(KernelError, match="kernel embed for sm_90a"):
+        compile_kernel(spec("embed", 128, FORM="Q9_9", D=1, V=1, SCALE=1.0), "sm_90a")
+
+
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if "attention" not in name])
+def test_two_products_fit_on_a_multiprocessor(name: str) -> None:
+    """The next kernel's ring fills while this one runs: half the shared memory is the limit."""
+    assert REPRESENTATIVE[name]().shared_bytes <= SHARED_BYTES
+
+
+def test_blocks_cover_all_units_evenly() -> None:
+    for n_units, granule, n_blocks in ((3600, 1, 132), (28800, 15, 132), (540, 1, 68), (7, 1, 7)):
+        ranges = unit_ranges(n_units, granule, n_blocks)
+        assert [begin for begin, _ in ranges[1:]] == [end for _, end in ranges[:-1]]
+        assert (ranges[0][0], ranges[-1][1]) == (0, n_units)
+        sizes = {(end - begin) // granule for begin, end in ranges}
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_planes_are_the_most_blocks_that_share_a_tile() -> None:
+    assert count_planes(16, 16, unit_ranges(16, 1, 5)) == 5
+    assert count_planes(64, 16, unit_ranges(64, 1, 4)) == 1
+    assert count_planes(3600, 15, unit_ranges(3600, 1, 132)) == 2
