@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from checkpoints import FAMILY_NAMES, Open, read_config, read_keys, with_tensor, with_value, without_tensor
 from safetensors.torch import load_file, save_file
+from transformers import Gemma4UnifiedTextConfig, Qwen3Config
 
 from bytefloor.errors import BytefloorError, FileError, ShapeError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
@@ -312,3 +314,40 @@ def test_gptq_and_awq_directories_are_refused_by_name(method: str | None, part: 
         load_model(open_checkpoint(directory))
     # The tensors are what counts: a config that says nothing hides nothing.
     assert "layers.0.self_attn.q_proj.weight" in open_checkpoint(model.directory).tensors
+
+
+def test_a_head_that_is_not_there_is_the_embedding_unless_the_config_says_no(opened: Open) -> None:
+    """R10: an absent key ties as true does; a GGUF file has no key and ties."""
+    checkpoint = without_tensor(opened("llama", "safetensors"), "lm_head.weight")
+    for value in (None, True):
+        weights = load_model(with_value(checkpoint, "tie_word_embeddings", value)).weights
+        assert weights.head is weights.embedding
+    weights = load_model(without_tensor(opened("llama", "gguf"), "output.weight")).weights
+    assert weights.head is weights.embedding
+
+
+def test_a_gemma4_ends_in_a_global_layer_as_transformers_makes_it() -> None:
+    """R04: whether its config leaves layer_types out or names a sliding one last."""
+    config = {
+        "model_type": "gemma4_unified_text",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 8,
+        "vocab_size": 32,
+    }
+    for more in ({}, {"layer_types": ["full_attention", *["sliding_attention"] * 7]}):
+        theirs = Gemma4UnifiedTextConfig(**config, **copy.deepcopy(more))
+        found = read_config({**config, **more})
+        windows = [1024 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert [layer.window for layer in found.layers] == windows
+        assert windows[-1] is None
+        assert found.context_length == theirs.max_position_embeddings
+
+
+def test_qwen3_slides_from_layer_28_where_its_config_does_not_say() -> None:
+    """S02: what is left out is what transformers takes for it."""
+    config = {**QWEN3_4B, "num_hidden_layers": 36, "use_sliding_window": True}
+    for more in ({}, {"max_window_layers": 0}, {"sliding_window": None}, {"sliding_window": 64}):
+        theirs = Qwen3Config(**config, **more)
+        found = [layer.window for layer in read_config({**config, **more}).layers]
+        assert found == [theirs.sliding_window if "sliding" in kind else None for kind in theirs.layer_types]

@@ -94,8 +94,8 @@ def load_model(checkpoint: Checkpoint) -> Model:
 
 def config_path(checkpoint: Checkpoint) -> Path:
     """The file that holds the configuration: config.json beside the weights, or the one that holds both."""
-    directory = checkpoint.directory
-    is_beside = checkpoint.container == "safetensors" and CONFIG_KEY not in checkpoint.metadata
+    directory, metadata = checkpoint.directory, checkpoint.metadata
+    is_beside = checkpoint.container == "safetensors" and metadata and CONFIG_KEY not in metadata
     return directory / "config.json" if is_beside and directory is not None else checkpoint.path
 
 

@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -86,19 +87,30 @@ def bench(name: str | None, options: BenchOptions) -> Iterable[Row]:
     """Rows as they are measured. NumericalError when a replayed graph and its kernels one by one disagree."""
     device = choose_device(options.device)
     model = open_model(name, device)
-    longest = max((*options.n_prompt, *options.depths)) + options.n_gen + WARM_UP + CHECKED + 2
-    capacity = options.capacity or longest
-    if longest > min(capacity, model.config.context_length):
-        raise RequestError(f"{longest} positions are needed, capacity is {min(capacity, model.config.context_length)}")
+    margin = options.n_gen + WARM_UP + CHECKED + 2
+    most = min(options.capacity or model.config.context_length, model.config.context_length)
+    depths = _those_that_fit(options.depths, most - margin)
+    prompts = _those_that_fit(options.n_prompt, most - margin)
+    if not depths and not prompts:
+        raise RequestError(f"nothing to measure: {margin} positions beside prompt or depth, {most} in all")
+    capacity = options.capacity or max((*depths, *prompts)) + margin
     executor, notices = make_executor(model, CachePlan(capacity, 64), device)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
     for notice in notices:
-        print(f"note: {notice}")
+        print(f"note: {notice}", file=sys.stderr)
     runner = _Runner(executor, model, options, measure_stream_gb_s(device))
-    for depth in options.depths:
+    for depth in depths:
         yield runner.decode(depth)
-    for n_prompt in options.n_prompt:
+    for n_prompt in prompts:
         yield runner.prompt(n_prompt)
+
+
+def _those_that_fit(lengths: tuple[int, ...], most: int) -> list[int]:
+    """Lengths that the context has room for; the others are named."""
+    for length in lengths:
+        if length > most:
+            print(f"note: {length} positions do not fit in the context and are left out", file=sys.stderr)
+    return [length for length in lengths if length <= most]
 
 
 def open_model(name: str | None, device: torch.device) -> Model:
