@@ -123,3 +123,25 @@ def test_tokens_fed_back_on_the_device_equal_those_of_the_host(step: Step) -> No
         on_host.append(token)
         again.commit(1)
     assert on_device == on_host
+
+
+def test_rows_of_one_batch_equal_one_by_one_and_survive_a_fork(step: Step) -> None:
+    """A prompt in one batch, then a fork whose shared page is copied before it is written."""
+    ids = [int(i) for i in torch.randint(0, 300, (37,), generator=torch.Generator().manual_seed(2))]
+    executor = DeviceExecutor(step, CachePlan(256, 64))
+    expected = one_by_one(executor, [*ids, 7, 8])
+    executor.poison()
+    cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    batch = Batch()
+    cache.append_rows(batch, ids, range(len(ids)))
+    assert torch.equal(executor.run(batch), expected[: len(ids)])
+    cache.commit(len(ids))
+    twin = cache.fork()
+    for row, token in enumerate((7, 8)):
+        batch = Batch()
+        cache.append_rows(batch, [token], [0])
+        assert torch.equal(executor.run(batch)[0], expected[len(ids) + row])
+        cache.commit(1)
+    batch = Batch()
+    twin.append_rows(batch, [7], [0])
+    assert torch.equal(executor.run(batch)[0], expected[len(ids)])
