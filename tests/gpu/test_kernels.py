@@ -330,10 +330,8 @@ def run_logits(values: Tensor, banned: list[int], cap: float) -> tuple[Tensor, i
         torch.tensor([7, 3], dtype=torch.int32, device="cuda"),
         torch.zeros(9, dtype=torch.int32, device="cuda"),
     )
-    launch(
-        kernel, (8, 1), values, mask, out, torch.zeros(16, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda"),
-        state, history,
-    )  # fmt: skip
+    bests, counter = torch.zeros(16, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    launch(kernel, (8, 1), values, mask, out, bests, counter, state, history)
     assert state[1].item() == 4
     assert history[3].item() == state[0].item()
     return out, int(state[0])
