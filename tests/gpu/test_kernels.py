@@ -22,7 +22,7 @@ from bytefloor.ops.round_to import round_to
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 LEGACY = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
-TIGHT = 2e-6
+TIGHT = 5e-6
 
 
 def launch(kernel: KernelSpec, grid: tuple[int, int], *arguments: object) -> None:
@@ -101,7 +101,7 @@ def run_product(
     y = torch.full((plan.planes, n), float("nan"), device="cuda")
     written = {
         "x_out": torch.full((k,), float("nan"), device="cuda"),
-        "codes": torch.zeros(n // 2, dtype=torch.int8, device="cuda"),
+        "codes": torch.zeros(2, n // 2, dtype=torch.int8, device="cuda"),
         "scales": torch.full((n // 64 or 1, 4), float("nan"), device="cuda"),
     }
     counters = torch.zeros(n, dtype=torch.int32, device="cuda")
@@ -120,7 +120,7 @@ def test_product_equals_float64(name: str, n: int, k: int) -> None:
     """Every form, from one tile in one block to tiles shared between blocks."""
     x = torch.randn(k, device="cuda")
     found, dense, _ = run_product(fused_product(1), [(name, n)], k, x)
-    assert relative_error(found, dense @ round_to(x, "int8_g32").double()) < TIGHT
+    assert relative_error(found, dense @ round_to(x, "int16_g32").double()) < TIGHT
 
 
 @pytest.mark.parametrize("name", [*K_QUANTS, "Q4_1", "Q5_1", "Q4_0", "Q5_0"])
@@ -143,7 +143,7 @@ def test_segments_of_different_formats_in_one_launch(n_multiprocessors: int) -> 
     found, dense, _ = run_product(
         fused_product(3), [("Q4_K", 512), ("Q5_K", 80), ("Q6_K", 96)], 1024, x, n_multiprocessors
     )
-    assert relative_error(found, dense @ round_to(x, "int8_g32").double()) < TIGHT
+    assert relative_error(found, dense @ round_to(x, "int16_g32").double()) < TIGHT
 
 
 def rms(x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def test_norms_before_a_product(k: int, has_post_norm: bool, has_scalar: bool) -
     assert relative_error(written["x_out"], residual) < TIGHT
     h = rms(residual) * norm.double()
     # A value at the border of two codes may take either: float32 sums decide it.
-    assert relative_error(found, dense @ round_to(h, "int8_g32")) < 2e-3
+    assert relative_error(found, dense @ round_to(h, "int16_g32")) < 2e-5
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -180,15 +180,15 @@ def test_glu_leaves_codes_of_its_outputs(n: int, n_multiprocessors: int, activat
     x = torch.randn(512, device="cuda")
     glu = OpCall(OPS["glu"], "test", {}, {"activation": activation}, None, {})
     _, dense, written = run_product(fused_product(1, glu=glu), [("Q6_K", n)], 512, x, n_multiprocessors)
-    y = dense @ round_to(x, "int8_g32").double()
+    y = dense @ round_to(x, "int16_g32").double()
     expected = OPS["glu"].reference(y[0::2], y[1::2], activation)
     scales = written["scales"][:, 0].double()
     groups = expected.view(-1, 32)
-    assert relative_error(scales, groups.abs().amax(1) / 127) < TIGHT
-    # Each code is the nearest; at a tie, which float32 sums decide, either neighbour is.
-    quotients = groups / scales[:, None]
-    assert (written["codes"].view(-1, 32) - quotients).abs().max().item() < 0.5 + 1e-3
-    sums = written["codes"].view(-1, 2, 16).double().sum(2) * scales[:, None]
+    assert relative_error(scales, groups.abs().amax(1) / 32512) < TIGHT
+    # Each code is the nearest, but for what float32 sums are off by, about a tenth of a code.
+    codes = (written["codes"][0].double() * 256 + written["codes"][1].double()).view(-1, 32)
+    assert (codes - groups / scales[:, None]).abs().max().item() < 0.5 + 0.2
+    sums = codes.view(-1, 2, 16).sum(2) * scales[:, None]
     assert relative_error(written["scales"][:, 1:3], sums) < TIGHT
 
 

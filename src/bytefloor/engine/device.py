@@ -45,7 +45,7 @@ class Launch:
 class DeviceExecutor:
     """Runs the one-row list of a step on a CUDA device.
 
-    step: the plain list, with int8 activations and a bf16 cache. banned_ids: tokens that ``decode_greedy`` never takes.
+    step: the plain list, with 16-bit activation codes and a bf16 cache. banned_ids: tokens that ``decode_greedy`` never takes.
     UnsupportedError when a weight's format, a shape or the device has no kernel: whoever asked may take the reference
     executor then, and must say so.
     """
@@ -379,7 +379,7 @@ class _Planner:
         if fused.glu is None:
             found, self.codes = self.codes, None
             return found or (None, None, None)
-        codes = torch.zeros(n_out, dtype=torch.int8, device=self.x.device)
+        codes = torch.zeros(2 * n_out, dtype=torch.int8, device=self.x.device)
         counters = torch.zeros(n_out // 32, dtype=torch.int32, device=self.x.device)
         self.codes = (codes, self._floats(n_out // 32 * 4), counters)
         return self.codes

@@ -82,7 +82,7 @@ def plan_product(
     planes = 1 if fused.glu is not None else count_planes(n_units, units_a_tile, ranges)
     tiles = _most_tiles(ranges, units_a_tile)
     record_bytes = max(segment.form.record_bytes for segment in segments)
-    fixed = ceil_div(k, 16) * 16 + k // 32 * 16 + tiles * WARPS * ROWS * 4 + 2 * WARPS * 4
+    fixed = 2 * k + k // 32 * 16 + tiles * WARPS * ROWS * 4 + 2 * WARPS * 4
     n_slots = min(MOST_SLOTS, (SHARED_BYTES - fixed) // (WARPS * record_bytes + 16))
     if n_slots < 2:
         raise UnsupportedError(f"{fused.part}: a product over {k} columns leaves no room for a ring of weights")

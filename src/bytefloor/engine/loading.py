@@ -22,8 +22,8 @@ from bytefloor.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 8192
 """Where the user names none: the model's own context, but no more than this. What is used is always shown."""
-DEVICE_ROUNDING = Rounding(activations="int8_g32", cache="bf16")
-"""What the kernels round: activations of a product to int8 in groups of 32, the cache to bf16."""
+DEVICE_ROUNDING = Rounding(activations="int16_g32", cache="bf16")
+"""What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16."""
 WEIGHT_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -1,9 +1,9 @@
 // product: a weight matrix times one row of activations, with what comes just before it as its prologue.
 //
 // y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU rows of gate and up
-// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves as int8 codes with a scale and sums for each 32.
+// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves as codes with a scale and sums for each 32.
 // x: float32 [K]. NORM: x' = (residual + post_norm(sum of delta planes)) * scalar, x = x' / rms(x') * weight; block 0 writes
-// x'. Activations become int8 in groups of 32, scale max / 127, which is the only rounding here.
+// x'. Activations become 16-bit codes in groups of 32, scale max / 32512, which is the only rounding here.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
 // and the number of blocks, not on timing: two runs give the same bits.
 // Moves the packed weight once. Needs cp.async.bulk (sm_90).
@@ -22,7 +22,7 @@ constexpr int WARPS = 8, CONSUMERS = WARPS * 32, ROWS = 16;
 constexpr int RECORDS = K / COLUMNS, UNITS = N / ROWS * RECORDS, SLOT = WARPS * RECORD_BYTES;
 constexpr int GRANULE = GLU ? RECORDS : 1;  // a GLU output needs whole rows in one block
 constexpr int GROUPS = K / 32;
-constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + (K + 15) / 16 * 16, AT_PART = AT_XS + GROUPS * 16,
+constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K, AT_PART = AT_XS + GROUPS * 16,
               AT_BARRIERS = AT_PART + TILES_PER_BLOCK * WARPS * ROWS * 4, AT_SUMS = AT_BARRIERS + 2 * SLOTS * 8;
 
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
@@ -76,7 +76,7 @@ struct Sum {  // a warp's running total of one row tile
 
 template <typename F>
 __device__ __forceinline__ void consume(int first_unit, int n_units, Run run, const u8* ring, u64* full, u64* empty, int& slot,
-                                        Sum& sum, const i8* x, const float4* xs, float* part, int first_tile, int warp,
+                                        Sum& sum, Codes x, const float4* xs, float* part, int first_tile, int warp,
                                         int lane) {
     int begin = max(run.begin, first_unit), end = min(run.end, first_unit + n_units);
     for (int u = begin; u < end; u += WARPS, slot++) {
@@ -95,6 +95,11 @@ __device__ __forceinline__ void consume(int first_unit, int n_units, Run run, co
         if (lane == 0) barrier_arrive(empty + s);
     }
 }
+
+// Codes: round(v / scale) in -32512 .. 32512 as 256 high + low, both signed bytes.
+__device__ __forceinline__ float code_scale(float largest) { return __fdiv_rn(largest, 32512.f); }
+__device__ __forceinline__ int to_code(float v, float scale) { return scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0; }
+__device__ __forceinline__ int high_byte(int code) { return (code + 128) >> 8; }
 
 constexpr int ROUNDS = (K / 8 + CONSUMERS - 1) / CONSUMERS;  // of eight values a thread
 
@@ -118,10 +123,10 @@ __device__ __forceinline__ float sum_of_squares(const float (&v)[ROUNDS][8]) {
     return total;
 }
 
-// Reads activations, applies the norms, leaves int8 codes and group scales in shared memory.
+// Reads activations, applies the norms, leaves codes and group scales in shared memory.
 // The residual was written two kernels ago or earlier, so it is read, like the weights of the norms, before the wait.
 __device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight,
-                                         const float* norm_weight, const float* scalar, float* x_out, i8* x, float4* xs,
+                                         const float* norm_weight, const float* scalar, float* x_out, i8* high, i8* low, float4* xs,
                                          float* sums, int tid, int warp, int lane) {
     float v[ROUNDS][8];
 #if NORM
@@ -183,25 +188,25 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
 #endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {  // four threads share a group of 32
-        int i = (r * CONSUMERS + tid) * 8, codes[8], half_sum = 0;
+        int i = (r * CONSUMERS + tid) * 8, half_sum = 0;
         float largest = 0;
 #pragma unroll
         for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(v[r][j]));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        float scale = __fdiv_rn(largest, 127.f);
+        float scale = code_scale(largest);
+        u64 highs = 0, lows = 0;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            codes[j] = scale > 0 ? __float2int_rn(__fdiv_rn(v[r][j], scale)) : 0;
-            half_sum += codes[j];
+            int code = to_code(v[r][j], scale);
+            highs |= (u64)(u8)high_byte(code) << 8 * j, lows |= (u64)(u8)code << 8 * j;
+            half_sum += code;
         }
         half_sum += __shfl_xor_sync(~0u, half_sum, 1);
         int other = __shfl_xor_sync(~0u, half_sum, 2);
         if (i < K) {
-            uint2 packed;
-            packed.x = (codes[0] & 255) | (codes[1] & 255) << 8 | (codes[2] & 255) << 16 | codes[3] << 24;
-            packed.y = (codes[4] & 255) | (codes[5] & 255) << 8 | (codes[6] & 255) << 16 | codes[7] << 24;
-            *(uint2*)(x + i) = packed;
+            *(u64*)(high + i) = highs;
+            *(u64*)(low + i) = lows;
             if ((tid & 3) == 0) xs[i >> 5] = make_float4(scale, scale * half_sum, scale * other, 0.f);
         }
     }
@@ -226,15 +231,16 @@ __device__ __forceinline__ float row_total(const float* part, int i) {
 }
 
 #if GLU
-// One group of 32 by one warp: codes, scale and the sums of its halves.
+// One group of 32 by one warp: codes (all high bytes of the row, then all low ones), scale and the sums of its halves.
 __device__ __forceinline__ void write_group(float v, int group, i8* codes, float4* code_scales, int lane) {
     float largest = fabsf(v);
     for (int d = 16; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
-    float scale = __fdiv_rn(largest, 127.f);
-    int code = scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0, half_sum = code;
+    float scale = code_scale(largest);
+    int code = to_code(v, scale), half_sum = code;
     for (int d = 8; d; d >>= 1) half_sum += __shfl_xor_sync(~0u, half_sum, d);
     int other = __shfl_xor_sync(~0u, half_sum, 16);
-    codes[group * 32 + lane] = (i8)code;
+    codes[group * 32 + lane] = (i8)high_byte(code);
+    codes[N / 2 + group * 32 + lane] = (i8)code;
     if (lane == 0) code_scales[group] = make_float4(scale, scale * half_sum, scale * other, 0.f);
 }
 
@@ -289,7 +295,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
             const float* scalar, float* x_out, float* y, i8* codes, float4* code_scales, int* counters) {
     extern __shared__ __align__(128) u8 shared[];
     u8* ring = shared;
-    i8* x = (i8*)(shared + AT_X);
+    i8 *high = (i8*)(shared + AT_X), *low = high + K;
+    Codes x{high, low};
     float4* xs = (float4*)(shared + AT_XS);
     float* part = (float*)(shared + AT_PART);
     u64 *full = (u64*)(shared + AT_BARRIERS), *empty = full + SLOTS;
@@ -316,11 +323,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 #if CODES
     wait_for_previous();
     let_next_start();
-    for (int i = tid; i < K / 16; i += CONSUMERS) ((uint4*)x)[i] = __ldcg((const uint4*)codes + i);
+    for (int i = tid; i < 2 * K / 16; i += CONSUMERS) ((uint4*)high)[i] = __ldcg((const uint4*)codes + i);
     for (int i = tid; i < GROUPS; i += CONSUMERS) xs[i] = __ldcg(code_scales + i);
     sync_consumers();
 #else
-    prologue(x_in, delta, post_weight, norm_weight, scalar, x_out, x, xs, sums, tid, warp, lane);
+    prologue(x_in, delta, post_weight, norm_weight, scalar, x_out, high, low, xs, sums, tid, warp, lane);
 #endif
     int first_tile = run.begin / RECORDS, n_tiles = run.end > run.begin ? (run.end - 1) / RECORDS - first_tile + 1 : 0;
     int slot = 0, unit = 0;

@@ -1,7 +1,8 @@
 """round_to: what an activation becomes when a product takes it in a narrower type.
 
-x float32 [..., K] -> the same values after a trip through ``to``: ``bf16``; ``int8_g32``, codes in groups of 32 along
-K with scale absmax / 127; ``float32``, which changes nothing. The list says where rounding happens, so that the
+x float32 [..., K] -> the same values after a trip through ``to``: ``bf16``; ``int8_g32`` and ``int16_g32``, codes in
+groups of 32 along K with scale absmax / 127 or absmax / 32512 (the largest code that is 256 times one signed byte plus
+another, with room for rounding); ``float32``, which changes nothing. The list says where rounding happens, so that the
 reference can run with it and without it, and the difference is what it costs.
 """
 
@@ -14,6 +15,7 @@ from bytefloor.errors import UnsupportedError
 from bytefloor.ops.op import Case, Op, Operand
 
 GROUP = 32
+LARGEST_CODE = {"int8_g32": 127, "int16_g32": 32512}
 
 
 def round_to(x: Tensor, to: str) -> Tensor:
@@ -22,16 +24,16 @@ def round_to(x: Tensor, to: str) -> Tensor:
         return x
     if to == "bf16":
         return x.to(torch.bfloat16).to(x.dtype)
-    if to == "int8_g32":
-        return _round_int8(x)
-    raise UnsupportedError(f"round_to: {to} is not a rounding this version knows (float32, bf16, int8_g32)")
+    if to in LARGEST_CODE:
+        return _round_codes(x, LARGEST_CODE[to])
+    raise UnsupportedError(f"round_to: {to} is no rounding of this version (float32, bf16, {', '.join(LARGEST_CODE)})")
 
 
-def _round_int8(x: Tensor) -> Tensor:
+def _round_codes(x: Tensor, largest: int) -> Tensor:
     """A last group shorter than 32 is padded with zeros: they do not move its maximum."""
     width = x.shape[-1]
     padded = torch.nn.functional.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
-    scale = padded.abs().amax(dim=-1, keepdim=True) / 127
+    scale = padded.abs().amax(dim=-1, keepdim=True) / largest
     codes = torch.where(scale > 0, padded / scale, 0).round()
     return (codes * scale).flatten(-2)[..., :width]
 
@@ -43,5 +45,9 @@ OP = Op(
     attributes=("to",),
     reference=round_to,
     is_rounding=True,
-    cases=(Case({"T": 3, "K": 64}, {"to": "int8_g32"}), Case({"T": 2, "K": 40}, {"to": "bf16"})),
+    cases=(
+        Case({"T": 3, "K": 64}, {"to": "int8_g32"}),
+        Case({"T": 3, "K": 64}, {"to": "int16_g32"}),
+        Case({"T": 2, "K": 40}, {"to": "bf16"}),
+    ),
 )

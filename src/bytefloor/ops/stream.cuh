@@ -3,8 +3,9 @@
 // A record is 16 rows by COLUMNS columns. Lane l owns row l / 2 and, of every 64 columns, the group of 32 that begins at
 // 32 (l % 2). Each struct has
 //   dot(record, lane, x, xs, k)   this lane's share of the products of its row with columns k .. k + COLUMNS - 1,
-//                                 activations as int8 codes x with xs[group] = (scale, scale * sum of the first 16 codes,
-//                                 scale * sum of the last 16, 0); lanes l and l ^ 1 together have the row
+//                                 activations as 16-bit codes 256 high + low in two planes of bytes, x.high and x.low,
+//                                 with xs[group] = (scale, scale * sum of the first 16 codes, scale * sum of the last 16,
+//                                 0); lanes l and l ^ 1 together have the row
 //   value(record, row, column)    one weight, bit for bit the value that the format defines
 // Integer dot products are exact; float accumulation runs over groups in ascending order.
 #pragma once
@@ -24,20 +25,33 @@ __device__ __forceinline__ float byte_as_float(u32 word, int which) {
 
 __device__ __forceinline__ float half_as_float(const u8* p) { return __half2float(*(const __half*)p); }
 
-// Sixteen codes of 4 bits (words a and b) with the matching activations.
-__device__ __forceinline__ int dot16(u32 a, u32 b, uint4 x) {
-    int sum = __dp4a((int)(a & NIBBLES), (int)x.x, 0);
-    sum = __dp4a((int)((a >> 4) & NIBBLES), (int)x.y, sum);
-    sum = __dp4a((int)(b & NIBBLES), (int)x.z, sum);
-    return __dp4a((int)((b >> 4) & NIBBLES), (int)x.w, sum);
+// Activation codes in shared memory. A product of bytes needs two 4-way dot products where one-byte codes need one, which
+// the wait for memory hides; it costs no accuracy worth naming, and one byte does.
+struct Codes {
+    const i8 *high, *low;
+    struct Sixteen { uint4 high, low; };
+    __device__ __forceinline__ Sixteen at(int i) const {
+        return {*((const uint4*)(high + i)), *((const uint4*)(low + i))};
+    }
+};
+
+// Sixteen weights, as bytes in the words w0 .. w3, times sixteen activation codes.
+__device__ __forceinline__ int dot16(u32 w0, u32 w1, u32 w2, u32 w3, Codes::Sixteen x) {
+    int high = __dp4a((int)w0, (int)x.high.x, 0), low = __dp4a((int)w0, (int)x.low.x, 0);
+    high = __dp4a((int)w1, (int)x.high.y, high), low = __dp4a((int)w1, (int)x.low.y, low);
+    high = __dp4a((int)w2, (int)x.high.z, high), low = __dp4a((int)w2, (int)x.low.z, low);
+    high = __dp4a((int)w3, (int)x.high.w, high), low = __dp4a((int)w3, (int)x.low.w, low);
+    return high * 256 + low;
+}
+
+// Sixteen codes of 4 bits (words a and b).
+__device__ __forceinline__ int dot16(u32 a, u32 b, Codes::Sixteen x) {
+    return dot16(a & NIBBLES, (a >> 4) & NIBBLES, b & NIBBLES, (b >> 4) & NIBBLES, x);
 }
 
 // The same with upper bits that already stand in place (0x10 for fifth bits, 0x30 for sixth).
-__device__ __forceinline__ int dot16(u32 a, u32 b, uint4 x, u32 h0, u32 h1, u32 h2, u32 h3) {
-    int sum = __dp4a((int)((a & NIBBLES) | h0), (int)x.x, 0);
-    sum = __dp4a((int)(((a >> 4) & NIBBLES) | h1), (int)x.y, sum);
-    sum = __dp4a((int)((b & NIBBLES) | h2), (int)x.z, sum);
-    return __dp4a((int)(((b >> 4) & NIBBLES) | h3), (int)x.w, sum);
+__device__ __forceinline__ int dot16(u32 a, u32 b, Codes::Sixteen x, u32 h0, u32 h1, u32 h2, u32 h3) {
+    return dot16((a & NIBBLES) | h0, ((a >> 4) & NIBBLES) | h1, (b & NIBBLES) | h2, ((b >> 4) & NIBBLES) | h3, x);
 }
 
 constexpr u32 FIFTH = 0x10101010;
@@ -65,16 +79,17 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
     static constexpr int COLUMNS = 256, HIGH = 2048, SCALES = HIGH + (HAS_FIFTH ? 512 : 0), MINIMUMS = SCALES + 128,
                          SUPER = MINIMUMS + 128, BYTES = SUPER + 64;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, const i8* x, const float4* xs, int k) {
+    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
         const uint4* codes = (const uint4*)record + lane;
-        const uint4* xp = (const uint4*)(x + k) + (lane & 1) * 2;
+        int first = k + (lane & 1) * 32;
         const float4* sp = xs + (k >> 5) + (lane & 1);
         u32 scales = ((const u32*)(record + SCALES))[lane], minimums = ((const u32*)(record + MINIMUMS))[lane];
         uint4 planes = HAS_FIFTH ? ((const uint4*)(record + HIGH))[lane] : make_uint4(0, 0, 0, 0);
         float positive = 0, negative = 0;
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            uint4 u = codes[s * 32], xa = xp[s * 4], xb = xp[s * 4 + 1];
+            uint4 u = codes[s * 32];
+            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
             float4 f = sp[s * 2];
             int sum;
             if (HAS_FIFTH) {
@@ -110,23 +125,24 @@ using Q5_K = K45<true>;
 struct Q6_K {  // d sc (code - 32), sc an int8 for each 16
     static constexpr int COLUMNS = 256, HIGH = 2048, SCALES = HIGH + 1024, SUPER = SCALES + 256, BYTES = SUPER + 32;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, const i8* x, const float4* xs, int k) {
+    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
         const uint4* codes = (const uint4*)record + lane;
         const uint2* high = (const uint2*)(record + HIGH) + lane;
-        const uint4* xp = (const uint4*)(x + k) + (lane & 1) * 2;
+        int first = k + (lane & 1) * 32;
         const float4* sp = xs + (k >> 5) + (lane & 1);
         const char2* scales = (const char2*)(record + SCALES) + lane * 4;
         float total = 0;
 #pragma unroll
         for (int s = 0; s < 4; s++) {
-            uint4 u = codes[s * 32], xa = xp[s * 4], xb = xp[s * 4 + 1];
+            uint4 u = codes[s * 32];
+            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
             uint2 h = high[s * 32];
             float4 f = sp[s * 2];
             char2 sc = scales[s];
-            int first = dot16(u.x, u.y, xa, sixth(h.x, 0), sixth(h.x, 1), sixth(h.x, 2), sixth(h.x, 3));
-            int last = dot16(u.z, u.w, xb, sixth(h.y, 0), sixth(h.y, 1), sixth(h.y, 2), sixth(h.y, 3));
-            total = fmaf((float)sc.x, fmaf(f.x, (float)first, -32.f * f.y), total);
-            total = fmaf((float)sc.y, fmaf(f.x, (float)last, -32.f * f.z), total);
+            int front = dot16(u.x, u.y, xa, sixth(h.x, 0), sixth(h.x, 1), sixth(h.x, 2), sixth(h.x, 3));
+            int back = dot16(u.z, u.w, xb, sixth(h.y, 0), sixth(h.y, 1), sixth(h.y, 2), sixth(h.y, 3));
+            total = fmaf((float)sc.x, fmaf(f.x, (float)front, -32.f * f.y), total);
+            total = fmaf((float)sc.y, fmaf(f.x, (float)back, -32.f * f.z), total);
         }
         return half_as_float(record + SUPER + 2 * (lane >> 1)) * total;
     }
@@ -148,14 +164,15 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy {
                          SCALE_BYTES = HAS_MINIMUM ? 4 : 2, BYTES = SCALES + 32 * STEPS * SCALE_BYTES,
                          OFFSET = HAS_MINIMUM ? 0 : HAS_FIFTH ? 16 : 8;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, const i8* x, const float4* xs, int k) {
+    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
         const uint4* codes = (const uint4*)record + lane;
-        const uint4* xp = (const uint4*)(x + k) + (lane & 1) * 2;
+        int first = k + (lane & 1) * 32;
         const float4* sp = xs + (k >> 5) + (lane & 1);
         float total = 0;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            uint4 u = codes[s * 32], xa = xp[s * 4], xb = xp[s * 4 + 1];
+            uint4 u = codes[s * 32];
+            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
             float4 f = sp[s * 2];
             int sum;
             if (HAS_FIFTH) {
@@ -193,22 +210,15 @@ template <int STEPS> using Q5_1 = Legacy<STEPS, true, true>;
 template <int STEPS> struct Q8_0 {  // d code, int8
     static constexpr int COLUMNS = 64 * STEPS, SCALES = 1024 * STEPS, BYTES = SCALES + 64 * STEPS;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, const i8* x, const float4* xs, int k) {
+    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
         const uint4* codes = (const uint4*)record + lane;
-        const uint4* xp = (const uint4*)(x + k) + (lane & 1) * 2;
+        int first = k + (lane & 1) * 32;
         const float4* sp = xs + (k >> 5) + (lane & 1);
         float total = 0;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            uint4 a = codes[s * 64], b = codes[s * 64 + 32], xa = xp[s * 4], xb = xp[s * 4 + 1];
-            int sum = __dp4a((int)a.x, (int)xa.x, 0);
-            sum = __dp4a((int)a.y, (int)xa.y, sum);
-            sum = __dp4a((int)a.z, (int)xa.z, sum);
-            sum = __dp4a((int)a.w, (int)xa.w, sum);
-            sum = __dp4a((int)b.x, (int)xb.x, sum);
-            sum = __dp4a((int)b.y, (int)xb.y, sum);
-            sum = __dp4a((int)b.z, (int)xb.z, sum);
-            sum = __dp4a((int)b.w, (int)xb.w, sum);
+            uint4 a = codes[s * 64], b = codes[s * 64 + 32];
+            int sum = dot16(a.x, a.y, a.z, a.w, x.at(first + s * 64)) + dot16(b.x, b.y, b.z, b.w, x.at(first + s * 64 + 16));
             total = fmaf(half_as_float(record + SCALES + (s * 32 + lane) * 2), sp[s * 2].x * (float)sum, total);
         }
         return total;
@@ -221,7 +231,7 @@ template <int STEPS> struct Q8_0 {  // d code, int8
     }
 };
 
-// F16 and BF16: the value itself. Activations come as int8 codes like everywhere; products are summed in float32.
+// F16 and BF16: the value itself. Activations come as codes like everywhere; products are summed in float32.
 template <int STEPS, bool IS_BF16> struct Plain16 {
     static constexpr int COLUMNS = 64 * STEPS, BYTES = 2048 * STEPS;
 
@@ -230,29 +240,38 @@ template <int STEPS, bool IS_BF16> struct Plain16 {
         return __half22float2(*(const __half2*)&word);
     }
 
-    // Four products with the codes in one word: c + 128 is a byte without sign.
-    static __device__ __forceinline__ float four(u32 a, u32 b, u32 codes, float sum) {
-        u32 biased = codes ^ 0x80808080u;
-        float2 low = two(a), high = two(b);
-        sum = fmaf(low.x, byte_as_float(biased, 0) - 128.f, sum);
-        sum = fmaf(low.y, byte_as_float(biased, 1) - 128.f, sum);
-        sum = fmaf(high.x, byte_as_float(biased, 2) - 128.f, sum);
-        return fmaf(high.y, byte_as_float(biased, 3) - 128.f, sum);
+    // The code of one activation: its bytes, made unsigned, side by side in the last bits of 2^23.
+    static __device__ __forceinline__ float code(u32 high, u32 low, int which) {
+        u32 bits = __byte_perm(__byte_perm(low, high, (4 + which) << 4 | which), 0x4b000000u, 0x7410);
+        return __uint_as_float(bits) - (8388608.f + 32768.f + 128.f);
     }
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, const i8* x, const float4* xs, int k) {
+    // Four products with the codes in one word of each plane.
+    static __device__ __forceinline__ float four(u32 a, u32 b, u32 high, u32 low, float sum) {
+        high ^= 0x80808080u, low ^= 0x80808080u;
+        float2 front = two(a), back = two(b);
+        sum = fmaf(front.x, code(high, low, 0), sum);
+        sum = fmaf(front.y, code(high, low, 1), sum);
+        sum = fmaf(back.x, code(high, low, 2), sum);
+        return fmaf(back.y, code(high, low, 3), sum);
+    }
+
+    static __device__ __forceinline__ float eight(uint4 w, u32 h0, u32 l0, u32 h1, u32 l1, float sum) {
+        return four(w.z, w.w, h1, l1, four(w.x, w.y, h0, l0, sum));
+    }
+
+    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
         const uint4* weights = (const uint4*)record + lane;
-        const uint4* xp = (const uint4*)(x + k) + (lane & 1) * 2;
+        int first = k + (lane & 1) * 32;
         const float4* sp = xs + (k >> 5) + (lane & 1);
         float total = 0;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            uint4 xa = xp[s * 4], xb = xp[s * 4 + 1];
-            uint4 a = weights[s * 128], b = weights[s * 128 + 32], c = weights[s * 128 + 64], d = weights[s * 128 + 96];
-            float sum = four(a.x, a.y, xa.x, 0.f);
-            sum = four(a.z, a.w, xa.y, sum), sum = four(b.x, b.y, xa.z, sum), sum = four(b.z, b.w, xa.w, sum);
-            sum = four(c.x, c.y, xb.x, sum), sum = four(c.z, c.w, xb.y, sum);
-            sum = four(d.x, d.y, xb.z, sum), sum = four(d.z, d.w, xb.w, sum);
+            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
+            float sum = eight(weights[s * 128], xa.high.x, xa.low.x, xa.high.y, xa.low.y, 0.f);
+            sum = eight(weights[s * 128 + 32], xa.high.z, xa.low.z, xa.high.w, xa.low.w, sum);
+            sum = eight(weights[s * 128 + 64], xb.high.x, xb.low.x, xb.high.y, xb.low.y, sum);
+            sum = eight(weights[s * 128 + 96], xb.high.z, xb.low.z, xb.high.w, xb.low.w, sum);
             total = fmaf(sp[s * 2].x, sum, total);
         }
         return total;
