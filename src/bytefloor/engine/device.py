@@ -45,7 +45,8 @@ class Launch:
 class DeviceExecutor:
     """Runs the one-row list of a step on a CUDA device.
 
-    step: the plain list, with 16-bit activation codes and a bf16 cache. banned_ids: tokens that ``decode_greedy`` never takes.
+    step: the plain list, with 16-bit activation codes and a bf16 cache.
+    banned_ids: tokens that ``decode_greedy`` never takes.
     UnsupportedError when a weight's format, a shape or the device has no kernel: whoever asked may take the reference
     executor then, and must say so.
     """
