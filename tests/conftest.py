@@ -12,6 +12,12 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import settings
+
+# The same examples on every run of a machine that only checks; new ones wherever people work.
+settings.register_profile("steady", derandomize=True)
+if "CI" in os.environ:
+    settings.load_profile("steady")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores: more threads would only stand in each other's way.

@@ -87,7 +87,7 @@ REPRESENTATIVE = {
     "attention 512": lambda: attention(512, 16, 1),
     "embed": lambda: spec("embed", 128, FORM="Q6_K", D=3840, V=262144, SCALE=61.9),
     "logits": lambda: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128),
-    "unpack": lambda: spec("unpack", 256, FORM="Q5_K", N=64, K=512),
+    "unpack": lambda: spec("unpack", 256, FORM="Q5_K", K=512),
     "read": lambda: spec("read", 512, THREADS=512),
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
-from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.reference import Precision, ReferenceExecutor
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import Shape, checkpoint_of
@@ -124,7 +124,7 @@ def test_tokens_fed_back_on_the_device_equal_those_of_the_host(step: Step) -> No
 
 def test_rows_of_one_batch_equal_one_by_one_and_survive_a_fork(step: Step) -> None:
     """A prompt in one batch, then a fork whose shared page is copied before it is written."""
-    ids = [int(i) for i in torch.randint(0, 300, (37,), generator=torch.Generator().manual_seed(2))]
+    ids = [int(i) for i in torch.randint(0, 300, (MOST_ROWS_ONE_BY_ONE,), generator=torch.Generator().manual_seed(2))]
     executor = DeviceExecutor(step, CachePlan(256, 64))
     expected = one_by_one(executor, [*ids, 7, 8])
     executor.poison()
@@ -142,3 +142,24 @@ def test_rows_of_one_batch_equal_one_by_one_and_survive_a_fork(step: Step) -> No
     batch = Batch()
     twin.append_rows(batch, [7], [0])
     assert torch.equal(executor.run(batch)[0], expected[len(ids)])
+
+
+@pytest.mark.parametrize("chunk", [25, 31, 64, 65, 100])
+def test_a_prompt_through_the_plain_list_agrees_with_one_by_one(step: Step, chunk: int) -> None:
+    """K04, S03: products in TF32 instead of codes, and any chunk; tokens after it read the same pages."""
+    ids = [int(i) for i in torch.randint(0, 300, (100,), generator=torch.Generator().manual_seed(3))]
+    executor = DeviceExecutor(step, CachePlan(256, 128))
+    expected = one_by_one(executor, [*ids, 7])
+    executor.poison()
+    cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    found = []
+    for start in range(0, len(ids), chunk):
+        rows, batch = ids[start : start + chunk], Batch()
+        cache.append_rows(batch, rows, range(len(rows)))
+        found.append(executor.run(batch))
+        cache.commit(len(rows))
+    batch = Batch()
+    cache.append_rows(batch, [7], [0])
+    logits = torch.cat([*found, executor.run(batch)])
+    assert ((logits - expected).norm() / expected.norm()).item() < 3e-2
+    assert (logits.argmax(-1) == expected.argmax(-1)).float().mean().item() > 0.9

@@ -61,9 +61,14 @@ def test_packing_is_undone_bit_for_bit(name: str, k: int) -> None:
     packed = form.pack(parts)
     assert packed.numel() == form.n_bytes(n, k)
     out = torch.full((n, k), float("nan"), device="cuda")
-    launch(spec("unpack", 256, FORM=form.name, N=n, K=k), (64, 1), packed, out)
+    launch(spec("unpack", 256, FORM=form.name, K=k), (64, 1), packed, None, 0, 1, n, out)
     expected = get(name).decode(parts)
     assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
+    rows = torch.tensor([47, 3, 3, 20], device="cuda")
+    launch(spec("unpack", 256, FORM=form.name, K=k), (64, 1), packed, rows, 0, 0, 4, out)
+    assert torch.equal(out[:4].view(torch.int32), expected[rows].view(torch.int32))
+    launch(spec("unpack", 256, FORM=form.name, K=k), (64, 1), packed, None, 1, 2, 24, out)
+    assert torch.equal(out[:24].view(torch.int32), expected[1::2].view(torch.int32))
 
 
 @pytest.mark.parametrize("k", [64, 128, 576, 640])

@@ -40,15 +40,15 @@ def _attend_one(q: Tensor, slots: Tensor, pages: Tensor, cache: Tensor, scale: f
         raise ShapeError(f"attention: {n_heads} query heads are not a multiple of {n_kv_heads} key/value heads")
     first, last = int(slots[0]), int(slots[-1])
     start = 0 if window is None else max(0, first - window + 1)
-    k, v = _gather_band(cache, pages, start, last + 1)
+    k, v = (band.to(q.dtype) for band in _gather_band(cache, pages, start, last + 1))
     band = torch.arange(start, last + 1, device=q.device)
     is_visible = band[None, :] <= slots[:, None]
     if window is not None:
         is_visible &= band[None, :] > slots[:, None] - window
-    grouped = q.to(k.dtype).unflatten(1, (n_kv_heads, -1)).permute(1, 2, 0, 3)
+    grouped = q.unflatten(1, (n_kv_heads, -1)).permute(1, 2, 0, 3)
     scores = grouped @ k[:, None].transpose(-1, -2) * scale
     weights = scores.masked_fill(~is_visible, float("-inf")).softmax(dim=-1)
-    return (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    return (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _gather_band(cache: Tensor, pages: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """linear: the product of activations with a weight matrix, y = x W^T.
 
 x float32 [T, K]; weight [N, K] as stored; y float32 [T, N].
-Approximate: sums of K products in at least float32, in an order that the number of rows does not change.
+Approximate: sums of K products in at least float32. A kernel sums a row in an order that the number of rows does not
+change; the torch reference may not: on a CPU the last bits differ between 1 row and 9.
 Moves the stored weight once, whatever T.
 """
 

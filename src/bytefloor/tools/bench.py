@@ -34,6 +34,7 @@ from bytefloor.model.step import CacheKind, Step
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
+PROMPT_CHUNK = 512
 FIRST_TOKEN = 5
 CHECKED = 8
 """Tokens of each measurement that are compared with launching kernel by kernel."""
@@ -94,7 +95,7 @@ def bench(name: str | None, options: BenchOptions) -> Iterable[Row]:
     if not depths and not prompts:
         raise RequestError(f"nothing to measure: {margin} positions beside prompt or depth, {most} in all")
     capacity = options.capacity or max((*depths, *prompts)) + margin
-    executor, notices = make_executor(model, CachePlan(capacity, 64), device)
+    executor, notices = make_executor(model, CachePlan(capacity, PROMPT_CHUNK), device)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
     for notice in notices:
         print(f"note: {notice}", file=sys.stderr)

@@ -1,0 +1,224 @@
+"""The launches of one token, with their buffers: what a CUDA graph is captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.kernels import KernelSpec, spec
+from bytefloor.engine.launches import Segment, plan_attention, plan_product
+from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
+from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedProduct
+from bytefloor.model.step import OpCall
+from bytefloor.model.weights import Weight
+
+LOGITS_BLOCKS = 128
+LOGITS_THREADS = 256
+EMBED_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One node of the graph."""
+
+    part: str
+    kernel: KernelSpec
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What a token reads and writes beside its weights.
+
+    pools, tables: of each cache kind. state: token and position, int32 [2]. history: the token at each position.
+    banned: uint8 [V]. logits: float32 [V].
+    """
+
+    plan: CachePlan
+    device: torch.device
+    pools: dict[str, Tensor]
+    tables: dict[str, Tensor]
+    state: Tensor
+    history: Tensor
+    banned: Tensor
+    logits: Tensor
+
+
+class LaunchPlanner:
+    """Turns fused calls into launches and gives them buffers."""
+
+    def __init__(self, fused: Sequence[Fused], weights: PackedWeights, memory: DeviceMemory) -> None:
+        self.fused, self.weights, self.memory = fused, weights, memory
+        self.written: list[Tensor] = []
+        self.n_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+        width = fused[0].replaces[0].sizes["D"]
+        assert isinstance(width, int)
+        # A kernel reads one residual while its first block writes the next: two, by turns.
+        self.residuals = [self._floats(width), self._floats(width)]
+        self.result: Tensor | None = None
+        self.planes = 1
+        # Codes, scales and counters of the GLU that the next product takes, if that is what comes next.
+        self.codes: tuple[Tensor, Tensor, Tensor] | None = None
+        self.counters = torch.zeros(256, dtype=torch.int32, device=memory.device)
+        self.parts = self._floats(1)
+        self.part_sums = self._floats(256 * 256)
+        self.vectors: dict[int, Tensor] = {}
+        self.frequencies: dict[tuple[float, ...], Tensor] = {}
+
+    def _floats(self, n: int) -> Tensor:
+        self.written.append(torch.zeros(n, dtype=torch.float32, device=self.memory.device))
+        return self.written[-1]
+
+    def plan_all(self) -> list[Launch]:
+        self._reserve_parts()
+        return [self._plan(fused) for fused in self.fused]
+
+    def _reserve_parts(self) -> None:
+        """Attention's scratch, as large as the largest layer needs; its size does not depend on planes."""
+        plans = [
+            plan_attention(fused, self._n_heads(fused), 1, 1.0, self.memory.plan)
+            for fused in self.fused
+            if isinstance(fused, FusedAttention)
+        ]
+        self.parts = self._floats(max(plan.part_floats for plan in plans))
+
+    @staticmethod
+    def _n_heads(fused: FusedAttention) -> int:
+        n_heads = fused.attention.sizes["H"]
+        assert isinstance(n_heads, int)
+        return n_heads
+
+    def _plan(self, fused: Fused) -> Launch:
+        if isinstance(fused, FusedEmbed):
+            return self._embed(fused)
+        if isinstance(fused, FusedProduct):
+            return self._product(fused)
+        if isinstance(fused, FusedAttention):
+            return self._attention(fused)
+        return self._logits(fused)
+
+    def _vector(self, weight: Weight | None) -> Tensor | None:
+        if weight is None:
+            return None
+        if id(weight) not in self.vectors:
+            self.vectors[id(weight)] = weight.load().to(self.memory.device).contiguous()
+        return self.vectors[id(weight)]
+
+    def _norm_weight(self, call: OpCall | None) -> Tensor | None:
+        weight = None if call is None else call.operands.get("weight")
+        return self._vector(weight) if isinstance(weight, Weight) else None
+
+    def _embed(self, fused: FusedEmbed) -> Launch:
+        table = matrix(fused.call, "table")
+        v, d = table.shape
+        form = self.weights.form_of(table)
+        kernel = spec("embed", EMBED_THREADS, FORM=form.name, D=d, V=v, SCALE=float(fused.call.attributes["scale"]))
+        grid = (-(-d // EMBED_THREADS), 1)
+        return Launch("embedding", kernel, grid, (self.weights.packed(table), self.memory.state, self.residuals[0]))
+
+    def _product(self, fused: FusedProduct) -> Launch:
+        weights = [matrix(call) for call in fused.products]
+        k = weights[0].shape[1]
+        if fused.glu is not None:
+            segments, packed = (
+                [Segment(self.weights.form_of(weights[0]), 2 * weights[0].shape[0])],
+                [self.weights.packed(weights[0])],
+            )
+        else:
+            segments = [Segment(self.weights.form_of(weight), padded_rows(weight.shape[0])) for weight in weights]
+            packed = [self.weights.packed(weight) for weight in weights]
+        eps = fused.norm.attributes["eps"] if fused.norm is not None else 0.0
+        delta_planes = self.planes if fused.has_delta else 0
+        takes_codes = self.codes is not None
+        plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors, takes_codes)
+        n_out = sum(segment.n for segment in segments) // (2 if fused.glu is not None else 1)
+        out = self._floats(plan.planes * n_out)
+        x_in = self.residuals[0] if fused.norm is not None else self.result
+        arguments = (
+            *packed,
+            *[None] * (3 - len(packed)),
+            x_in,
+            self.result if fused.has_delta else None,
+            self._norm_weight(fused.post_norm),
+            self._norm_weight(fused.norm),
+            self._vector(fused.scalar),
+            self.residuals[1] if fused.has_delta else None,
+            out,
+            *self._codes_of(fused, n_out),
+        )
+        if fused.has_delta:
+            self.residuals.reverse()
+        self.result, self.planes = out, plan.planes
+        return Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments)
+
+    def _codes_of(self, fused: FusedProduct, n_out: int) -> tuple[Tensor | None, ...]:
+        """Where a GLU leaves its codes, or where a product finds those of the last one."""
+        if fused.glu is None:
+            found, self.codes = self.codes, None
+            return found or (None, None, None)
+        codes = torch.zeros(2 * n_out, dtype=torch.int8, device=self.memory.device)
+        counters = torch.zeros(n_out // 32, dtype=torch.int32, device=self.memory.device)
+        self.codes = (codes, self._floats(n_out // 32 * 4), counters)
+        return self.codes
+
+    def _attention(self, fused: FusedAttention) -> Launch:
+        eps = fused.q_norm.attributes["eps"] if fused.q_norm is not None else 1e-6
+        n_heads = self._n_heads(fused)
+        plan = plan_attention(fused, n_heads, self.planes, eps, self.memory.plan)
+        kind = fused.cache.kind
+        out = self._floats(n_heads * kind.head_size)
+        table = self.memory.tables[kind.name]
+        arguments = (
+            self.result,
+            self._norm_weight(fused.q_norm),
+            self._norm_weight(fused.k_norm),
+            self._rope(fused),
+            self.memory.pools[kind.name][fused.cache.index],
+            table,
+            table.shape[0],
+            self.memory.state,
+            self.parts,
+            self.part_sums,
+            self.counters,
+            out,
+        )
+        self.result, self.planes = out, 1
+        return Launch(fused.part, plan.kernel, (plan.max_runs, plan.n_head_groups), arguments)
+
+    def _rope(self, fused: FusedAttention) -> Tensor | None:
+        if fused.rope is None:
+            return None
+        table = fused.rope.attributes["inverse_frequencies"]
+        if table not in self.frequencies:
+            self.frequencies[table] = torch.tensor(table, dtype=torch.float64, device=self.memory.device)
+        return self.frequencies[table]
+
+    def _logits(self, fused: FusedLogits) -> Launch:
+        v = self.memory.banned.shape[0]
+        kernel = spec(
+            "logits",
+            LOGITS_THREADS,
+            V=v,
+            ROWS=padded_rows(v),
+            PLANES=self.planes,
+            CAP=float(fused.cap),
+            BLOCKS=LOGITS_BLOCKS,
+        )
+        bests = self._floats(2 * LOGITS_BLOCKS)
+        counter = self.counters[255:]
+        arguments = (
+            self.result,
+            self.memory.banned,
+            self.memory.logits,
+            bests,
+            counter,
+            self.memory.state,
+            self.memory.history,
+        )
+        return Launch("head", kernel, (LOGITS_BLOCKS, 1), arguments)
