@@ -53,7 +53,8 @@ class DeviceExecutor:
         self.weights.pack(progress)
         self._stream = torch.cuda.Stream(self.device)
         self._memory = self._allocate(banned_ids)
-        self._host_state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        # Pinned, so that the copy to the device does not wait.
+        self._host_state = torch.zeros(2, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._shown_tables: dict[str, list[int]] = {}
         planner = LaunchPlanner(fused, self.weights, self._memory)
         self.launches = planner.plan_all()

@@ -1,0 +1,204 @@
+"""A Python twin of every kernel, and a device that runs them: the device executor's wiring without a GPU.
+
+A twin gets the very arguments that the kernel would get, and does to them what the kernel's header says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bytefloor.engine import device as device_module
+from bytefloor.engine import planner as planner_module
+from bytefloor.engine import prompt as prompt_module
+from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.kernels import KernelSpec
+from bytefloor.ops import OPS
+from bytefloor.ops.round_to import round_to
+
+MULTIPROCESSORS = 5
+
+
+class TwinDevice:
+    """Launches record while a graph is captured and run otherwise."""
+
+    def __init__(self) -> None:
+        self.recording: list | None = None
+        self.matrices: dict[int, Tensor] = {}
+
+    def know(self, executor: DeviceExecutor) -> None:
+        """What each packed matrix decodes to, gate and up by turns as they are packed."""
+        for group in executor.weights._groups:
+            dense = [weight.load() for weight in group]
+            rows = dense[0] if len(dense) == 1 else torch.stack(dense, dim=1).flatten(0, 1)
+            missing = -rows.shape[0] % 16
+            self.matrices[executor.weights.packed(group[0]).data_ptr()] = torch.nn.functional.pad(
+                rows, (0, 0, 0, missing)
+            )
+
+    def load_kernels(self, specs: Sequence[KernelSpec], architecture: str, progress: object = None) -> Mapping:
+        return {kernel: TwinKernel(self, kernel) for kernel in specs}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put the twins where the executor looks for kernels, streams and graphs."""
+        for module in (device_module, prompt_module):
+            monkeypatch.setattr(module, "load_kernels", self.load_kernels)
+        monkeypatch.setattr(device_module, "device_architecture", lambda device: "sm_90a")
+        properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+        for module in (planner_module, prompt_module):
+            monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: TwinStream())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: TwinStream())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nothing())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", TwinGraph)
+        monkeypatch.setattr(torch.cuda, "graph", self._capture)
+
+    @contextmanager
+    def _capture(self, graph: TwinGraph, stream: object) -> Iterator[None]:
+        self.recording = graph.launches
+        yield
+        self.recording = None
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+class TwinStream:
+    cuda_stream = 0
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+
+class TwinGraph:
+    def __init__(self) -> None:
+        self.launches: list = []
+
+    def replay(self) -> None:
+        for run, arguments in self.launches:
+            run(*arguments)
+
+
+class TwinKernel:
+    def __init__(self, device: TwinDevice, kernel: KernelSpec) -> None:
+        self.device, self.d = device, dict(kernel.defines)
+        self.twin = getattr(self, kernel.name)
+
+    def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+        if self.device.recording is not None:
+            self.device.recording.append((self.twin, arguments))
+        else:
+            self.twin(*arguments)
+
+    def n(self, name: str) -> int:
+        return int(self.d[name])
+
+    def f(self, name: str) -> float:
+        return float(self.d[name].removesuffix("f"))
+
+    def matrix(self, packed: Tensor) -> Tensor:
+        return self.device.matrices[packed.data_ptr()]
+
+    def embed(self, table: Tensor, state: Tensor, out: Tensor) -> None:
+        out.copy_(self.matrix(table)[int(state[0])] * self.f("SCALE"))
+
+    def unpack(self, packed: Tensor, rows: Tensor | None, first: int, step: int, n: int, out: Tensor) -> None:
+        at = rows if rows is not None else first + step * torch.arange(n)
+        out.copy_(self.matrix(packed)[at])
+
+    def product(
+        self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,
+        norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, codes: Tensor | None,
+        scales: Tensor | None, counters: Tensor | None,
+    ) -> None:  # fmt: skip
+        k, n = self.n("K"), self.n("N")
+        if self.n("CODES"):
+            assert codes is not None
+            assert scales is not None
+            whole = codes.view(2, k)[0].float() * 256 + codes.view(2, k)[1].float()
+            x = (whole.view(-1, 32) * scales.view(-1, 4)[:, :1]).flatten()
+        else:
+            x = round_to(self._input(x_in, delta, post, norm, scalar, x_out), "int16_g32")
+        weights = [self.matrix(w)[: self._rows(i)] for i, w in enumerate((w0, w1, w2)) if w is not None]
+        result = torch.cat(weights) @ x
+        assert result.shape[0] == n
+        if self.n("GLU"):
+            activation = {1: "silu", 2: "gelu_tanh"}[self.n("GLU")]
+            h = OPS["glu"].reference(result[0::2], result[1::2], activation)
+            self._leave_codes(h, codes, scales)
+        else:
+            planes = y.view(self.n("PLANES"), n)
+            planes.zero_()
+            planes[0] = result
+
+    def _rows(self, segment: int) -> int:
+        return 16 * int(self.d["SEGMENTS"].split("S(")[segment + 1].split(", ")[1].split(")")[0])
+
+    def _input(self, x_in, delta, post, norm, scalar, x_out) -> Tensor:
+        if not self.n("NORM"):
+            return x_in.clone()
+        x, eps = x_in, self.f("EPS")
+        if self.n("DELTA_PLANES"):
+            d = delta.view(self.n("DELTA_PLANES"), -1).sum(0)
+            x = x + (OPS["rms_norm"].reference(d, eps, post) if self.n("POST_NORM") else d)
+            x = x * scalar if self.n("SCALAR") else x
+            assert x_out.data_ptr() != x_in.data_ptr()
+            x_out.copy_(x)
+        return OPS["rms_norm"].reference(x, eps, norm)
+
+    @staticmethod
+    def _leave_codes(h: Tensor, codes: Tensor | None, scales: Tensor | None) -> None:
+        assert codes is not None
+        assert scales is not None
+        groups = h.view(-1, 32)
+        scale = groups.abs().amax(1, keepdim=True) / 32512
+        whole = torch.where(scale > 0, groups / scale, 0).round().int()
+        high = (whole + 128) >> 8
+        codes.view(2, -1).copy_(torch.stack((high.flatten(), (whole - 256 * high).flatten())).to(torch.int8))
+        sums = whole.view(-1, 2, 16).sum(2) * scale
+        scales.view(-1, 4).copy_(torch.cat((scale, sums, torch.zeros_like(scale)), dim=1))
+
+    def attention(
+        self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, frequencies: Tensor | None, cache: Tensor,
+        table: Tensor, n_table: int, state: Tensor, parts: Tensor, sums: Tensor, counters: Tensor, out: Tensor,
+    ) -> None:  # fmt: skip
+        e, n_heads, j = self.n("E"), self.n("H"), self.n("J")
+        assert table.shape[0] == n_table
+        assert cache.shape[2:] == (j, self.n("PAGE"), e)
+        heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
+        q, k = heads[:n_heads], heads[n_heads : n_heads + j]
+        v = k if self.n("V_FROM_K") else heads[n_heads + j :]
+        if self.n("QK_NORM"):
+            q, k = (OPS["rms_norm"].reference(x, self.f("EPS"), w) for x, w in ((q, q_weight), (k, k_weight)))
+        if self.n("V_NORM"):
+            v = OPS["rms_norm"].reference(v, self.f("EPS"))
+        position = state[1:].long()
+        if self.n("ROPE"):
+            assert frequencies is not None
+            style, turns = {1: "split", 2: "interleaved"}[self.n("ROPE")], frequencies.tolist()
+            q, k = (OPS["rope"].reference(x[None], position, style, turns)[0] for x in (q, k))
+        first, rows = torch.zeros(1, dtype=torch.int64), table[None].long()
+        OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, "bf16")
+        window = self.n("WINDOW") or None
+        mixed = OPS["attention"].reference(q[None], position, first, rows, cache, self.f("SCALE"), window)
+        out.copy_(mixed.flatten())
+
+    def logits(
+        self, y: Tensor, banned: Tensor, out: Tensor, bests: Tensor, counter: Tensor, state: Tensor, history: Tensor
+    ) -> None:
+        values = y.view(self.n("PLANES"), self.n("ROWS")).sum(0)[: self.n("V")]
+        cap = self.f("CAP")
+        out.copy_(OPS["soft_cap"].reference(values, cap) if cap else values)
+        best = int(out.masked_fill(banned.bool(), float("-inf")).argmax())
+        history[int(state[1])] = best
+        state[0] = best
+        state[1] += 1

@@ -1,0 +1,164 @@
+"""The device executor with a Python twin in place of every kernel: what it launches, on what, in which order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_twins import TwinDevice
+from torch import Tensor
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
+from bytefloor.engine.kernels import SOURCES
+from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.engine.score import score_chunks
+from bytefloor.engine.synthetic import Shape, checkpoint_of
+from bytefloor.errors import UnsupportedError
+from bytefloor.files.checkpoint import open_checkpoint
+from bytefloor.model.config import Rounding
+from bytefloor.model.decoder import build_step
+from bytefloor.model.families import load_model
+from bytefloor.model.step import Step
+from tiny import build_tiny
+
+ROUNDING = Rounding(activations="int16_g32", cache="bf16")
+SHAPES = {
+    "llama": Shape("llama", 256, 512, 2, 8, 2, 64, 272, 4096, False, {"rope.freq_base": 1e4}),
+    "qwen3": Shape("qwen3", 256, 512, 2, 4, 2, 64, 272, 4096, True, {"rope.freq_base": 1e6}),
+    "gemma3": Shape(
+        "gemma3", 256, 512, 3, 4, 1, 64, 272, 4096, True,
+        {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3},
+    ),
+    "gemma4": Shape(
+        "gemma4", 256, 512, 4, 4, 2, 64, 283, 4096, True,
+        {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 1, 128,
+    ),
+}  # fmt: skip
+IDS = torch.randint(0, 270, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+TIES = 1e-2
+"""What keys and values at the border of two bf16 values may do to logits."""
+Make = Callable[[Step], DeviceExecutor]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    twins = TwinDevice()
+    twins.install(monkeypatch)
+
+    def make_executor(step: Step) -> DeviceExecutor:
+        executor = DeviceExecutor(step, CachePlan(128, 100, page_size=16), device="cpu", banned_ids=frozenset({3}))
+        twins.know(executor)
+        executor.poison()
+        return executor
+
+    return make_executor
+
+
+@pytest.fixture(params=list(SHAPES))
+def step(request: pytest.FixtureRequest) -> Step:
+    """Weights are drawn once: a synthetic tensor would draw new ones at every read."""
+    model = load_model(checkpoint_of(request.param, SHAPES[request.param], "Q4_K_M", "cpu"))
+    built = build_step(model.config, model.weights, ROUNDING)
+    for weight in {id(w): w for call in built.calls for w in call.weights}.values():
+        parts = weight.stored.read()
+        object.__setattr__(weight.stored, "read", lambda parts=parts: parts)
+    return built
+
+
+def rows_of(executor: DeviceExecutor, ids: list[int], chunk: int) -> Tensor:
+    cache = SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
+    found = []
+    for start in range(0, len(ids), chunk):
+        rows, batch = ids[start : start + chunk], Batch()
+        cache.append_rows(batch, rows, range(len(rows)))
+        found.append(executor.run(batch))
+        cache.commit(len(rows))
+    return torch.cat(found)
+
+
+def reference_logits(step: Step, ids: list[int]) -> Tensor:
+    return torch.cat(list(score_chunks(ReferenceExecutor(step, CachePlan(128, len(ids), page_size=16)), ids, len(ids))))
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def test_rows_one_by_one_equal_the_reference_that_rounds_alike(make: Make, step: Step) -> None:
+    expected = reference_logits(step, IDS)
+    executor = make(step)
+    for chunk in (1, MOST_ROWS_ONE_BY_ONE):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
+def test_prompts_equal_the_reference(make: Make, step: Step) -> None:
+    """The plain list over packed matrices, gate and up taken apart again; later rows by the graph, same pages."""
+    expected = reference_logits(step, IDS)
+    executor = make(step)
+    for chunk in (MOST_ROWS_ONE_BY_ONE + 1, 64, 70):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
+def test_tokens_fed_back_equal_those_of_the_host_and_none_is_banned(make: Make, step: Step) -> None:
+    executor = make(step)
+    cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    cache.reserve(60)
+    batch = Batch()
+    cache.append_rows(batch, [5], [0])
+    for kind in step.kinds:
+        batch.tables[kind.name] = [cache.table(kind)]
+    fed_back = executor.decode_greedy(batch, 50).tolist()
+    banned = torch.arange(step.logits.shape[-1]) == 3
+    token, by_host = 5, []
+    again = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    for _ in range(50):
+        batch = Batch()
+        again.append_rows(batch, [token], [0])
+        token = int(executor.run(batch)[0].masked_fill(banned, float("-inf")).argmax())
+        by_host.append(token)
+        again.commit(1)
+    assert fed_back == by_host
+
+
+def test_a_forked_sequence_writes_into_its_own_page(make: Make, step: Step) -> None:
+    executor = make(step)
+    expected = rows_of(executor, [*IDS[:20], 7, 8], 1)
+    cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+    batch = Batch()
+    cache.append_rows(batch, IDS[:20], [])
+    executor.run(batch)
+    cache.commit(20)
+    twin = cache.fork()
+    for number, owner, token in ((20, cache, 7), (21, cache, 8), (20, twin, 7)):
+        batch = Batch()
+        owner.append_rows(batch, [token], [0])
+        assert torch.equal(executor.run(batch)[0], expected[number])
+        owner.commit(1)
+
+
+def test_launches_pass_as_many_arguments_as_kernels_take(make: Make, step: Step) -> None:
+    for launch in make(step).launches:
+        source = (SOURCES / f"{launch.kernel.name}.cu").read_text()
+        signature = re.search(rf"{launch.kernel.name}\(([^)]*)\) {{", source[source.index('extern "C"') :], re.S)
+        assert signature is not None
+        assert len(launch.arguments) == len(signature[1].split(",")), launch.kernel.name
+
+
+def test_several_sequences_and_models_without_kernels_are_refused(make: Make, step: Step, tmp_path: Path) -> None:
+    executor = make(step)
+    batch = Batch()
+    for _ in range(2):
+        cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
+        cache.append_rows(batch, [5], [0])
+    with pytest.raises(UnsupportedError, match="one sequence at a time"):
+        executor.run(batch)
+    model = load_model(open_checkpoint(build_tiny("gemma4-e", tmp_path).directory))
+    with pytest.raises(UnsupportedError, match="where the one-row list expects"):
+        make(build_step(model.config, model.weights, ROUNDING))
