@@ -27,6 +27,11 @@ class Executor(Protocol):
     def run(self, batch: Batch) -> Tensor: ...
 
 
+def never_sampled(tokenizer: Tokenizer, vocabulary_size: int) -> frozenset[int]:
+    """Suppressed tokens, and rows of the table beyond the last token, which nobody could read."""
+    return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
+
+
 class Engine:
     """Runs requests on an executor, several at once, each as if it were alone.
 
@@ -38,8 +43,7 @@ class Engine:
         self.executor = executor
         self.tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
-        # A table may have more rows than there are tokens; nobody could read such a token.
-        self.banned_ids = tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
+        self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._kinds = executor.step.kinds
         self._pools = make_pools(executor.plan, self._kinds)
         self._prefixes = PrefixStore(executor.plan.n_snapshots)

@@ -9,7 +9,7 @@ import torch
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.engine import Engine, Executor
+from bytefloor.engine.engine import Engine, Executor, never_sampled
 from bytefloor.engine.reference import Precision, Progress, ReferenceExecutor
 from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
@@ -69,17 +69,12 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     model = load_model(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     plan = CachePlan(choose_context(options.context, model), options.chunk, options.n_sequences)
-    banned = never_sampled(tokenizer, model)
+    banned = never_sampled(tokenizer, model.config.vocabulary_size)
     executor, notices = make_executor(model, plan, device, WEIGHT_TYPES[options.weights], banned, progress)
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size)
     return Opened(model, tokenizer, template, engine, device, (*checkpoint.notices, *tokenizer.notices, *notices))
-
-
-def never_sampled(tokenizer: Tokenizer, model: Model) -> frozenset[int]:
-    """Suppressed tokens, and rows of the table that no token has: nobody could read those."""
-    return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, model.config.vocabulary_size))
 
 
 def make_executor(

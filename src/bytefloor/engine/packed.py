@@ -13,6 +13,8 @@ from bytefloor.model.fuse import Fused, FusedEmbed, FusedProduct
 from bytefloor.model.step import OpCall
 from bytefloor.model.weights import Weight
 
+CHECKED_VALUES = 1 << 26
+"""Values decoded at a time to see that all are finite: 256 MB beside the weights."""
 Progress = Callable[[int, int], None]
 
 
@@ -111,7 +113,11 @@ def _pad_rows(part: Tensor) -> Tensor:
 
 
 def _refuse_bad_values(weight: Weight, parts: dict[str, Tensor]) -> None:
-    """What decoding would refuse, packing must not let through: one pass over the decoded values finds it."""
-    values = weight.stored.require_format().decode(parts)
-    if not bool(torch.isfinite(values).all()):
-        raise FileError(f"tensor {weight.stored.name} holds values that are not finite")
+    """What decoding would refuse, packing must not let through: the values are decoded once, some rows at a time."""
+    record = weight.stored.require_format()
+    n_rows = next(iter(parts.values())).shape[0]
+    step = max(1, CHECKED_VALUES // weight.shape[1])
+    for start in range(0, n_rows, step):
+        values = record.decode({name: part[start : start + step] for name, part in parts.items()})
+        if not bool(torch.isfinite(values).all()):
+            raise FileError(f"tensor {weight.stored.name} holds values that are not finite")
