@@ -231,6 +231,8 @@ def bench(
     if tokens < 1 or repeats < 1:
         raise RequestError(f"-n {tokens} -r {repeats}: expected at least 1 of each")
     sizes = [tuple(parse_size(part) for part in text.split(",") if part) for text in (prompts, depths)]
+    if any(size < 1 for size in sizes[0]) or any(size < 0 for size in sizes[1]):
+        raise RequestError(f"-p {prompts} -d {depths}: expected prompts of at least 1 token and depths from 0")
     options = BenchOptions(sizes[0], tokens, sizes[1], repeats, device, context)
     names: list[str | None] = [*(model or ())] or [None]
     rows = [row for name in names for row in measure(name, options)]

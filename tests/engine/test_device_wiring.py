@@ -51,7 +51,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     twins.install(monkeypatch)
 
     def make_executor(step: Step) -> DeviceExecutor:
-        executor = DeviceExecutor(step, CachePlan(128, 100, page_size=16), device="cpu", banned_ids=frozenset({3}))
+        executor = DeviceExecutor(step, CachePlan(128, 100), device="cpu", banned_ids=frozenset({3}))
         twins.know(executor)
         executor.poison()
         return executor
@@ -82,7 +82,7 @@ def rows_of(executor: DeviceExecutor, ids: list[int], chunk: int) -> Tensor:
 
 
 def reference_logits(step: Step, ids: list[int]) -> Tensor:
-    return torch.cat(list(score_chunks(ReferenceExecutor(step, CachePlan(128, len(ids), page_size=16)), ids, len(ids))))
+    return torch.cat(list(score_chunks(ReferenceExecutor(step, CachePlan(128, len(ids))), ids, len(ids))))
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
@@ -109,11 +109,8 @@ def test_prompts_equal_the_reference(make: Make, step: Step) -> None:
 def test_tokens_fed_back_equal_those_of_the_host_and_none_is_banned(make: Make, step: Step) -> None:
     executor = make(step)
     cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
-    cache.reserve(60)
     batch = Batch()
-    cache.append_rows(batch, [5], [0])
-    for kind in step.kinds:
-        batch.tables[kind.name] = [cache.table(kind)]
+    cache.append_rows(batch, [5], [0], n_reserved=60)
     fed_back = executor.decode_greedy(batch, 50).tolist()
     banned = torch.arange(step.logits.shape[-1]) == 3
     token, by_host = 5, []

@@ -9,7 +9,6 @@ import pytest
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import ARCHITECTURES, KernelSpec, compile_kernel, spec
 from bytefloor.engine.launches import (
-    SHARED_BYTES,
     Segment,
     count_planes,
     plan_attention,
@@ -23,6 +22,9 @@ from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
 
 MOST_SPILLED_BYTES = 64
+COMPILED_FOR = (*ARCHITECTURES, "sm_120a")
+"""sm_120 has the instructions, but 100 KB of shared memory a block: compiled here, not offered yet."""
+REGISTERS, RESERVED_SHARED_BYTES, SHARED_BYTES_OF_ONE = 65536, 1024, 228 * 1024
 MULTIPROCESSORS = 132
 PLAN = CachePlan(capacity=32768, chunk=64)
 
@@ -92,7 +94,7 @@ REPRESENTATIVE = {
 }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", COMPILED_FOR)
 @pytest.mark.parametrize("name", list(REPRESENTATIVE))
 def test_every_kernel_compiles_for_every_architecture_without_spills(name: str, architecture: str) -> None:
     pytest.importorskip("cuda.core")
@@ -111,8 +113,13 @@ def test_a_kernel_that_does_not_compile_says_so() -> None:
 
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if "attention" not in name])
 def test_two_products_fit_on_a_multiprocessor(name: str) -> None:
-    """The next kernel's ring fills while this one runs: half the shared memory is the limit."""
-    assert REPRESENTATIVE[name]().shared_bytes <= SHARED_BYTES
+    """The next kernel's ring fills while this one runs: shared memory and registers must hold both."""
+    pytest.importorskip("cuda.core")
+    kernel = REPRESENTATIVE[name]()
+    assert 2 * (kernel.shared_bytes + RESERVED_SHARED_BYTES) <= SHARED_BYTES_OF_ONE
+    registers = re.search(r"Used (\d+) registers", compile_kernel(kernel, "sm_90a")[1])
+    assert registers is not None
+    assert 2 * kernel.threads * int(registers[1]) <= REGISTERS
 
 
 def test_blocks_cover_all_units_evenly() -> None:

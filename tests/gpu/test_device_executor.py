@@ -40,7 +40,7 @@ def step_of(name: str, mixture: str = "Q4_K_M") -> Step:
 
 @pytest.fixture(scope="module", params=[(name, m) for name in SHAPES for m in ("Q4_K_M", "BF16")], ids=str)
 def step(request: pytest.FixtureRequest) -> Step:
-    return step_of(*request.param)
+    return keep_weights(step_of(*request.param))
 
 
 def one_by_one(executor: DeviceExecutor, ids: list[int], is_eager: bool = False) -> Tensor:
@@ -68,8 +68,9 @@ def test_replaying_equals_launching_and_one_run_equals_another(step: Step) -> No
 
 
 def test_capacity_changes_no_bit() -> None:
-    ids = [3, 5, 8, 13] * 12
-    runs = [one_by_one(DeviceExecutor(step_of("gemma4"), CachePlan(n, 64)), ids) for n in (64, 4096)]
+    """Several tiles long: with little capacity a run of the band is one tile, with much it is another cut of them."""
+    step, ids = keep_weights(step_of("gemma4")), [3, 5, 8, 13] * 75
+    runs = [one_by_one(DeviceExecutor(step, CachePlan(n, 64)), ids) for n in (320, 4096)]
     assert torch.equal(*runs)
 
 
@@ -103,13 +104,10 @@ def reference_logits(step: Step, ids: list[int], rounds: bool) -> Tensor:
 
 
 def test_tokens_fed_back_on_the_device_equal_those_of_the_host(step: Step) -> None:
-    executor = DeviceExecutor(step, CachePlan(256, 64))
+    executor = DeviceExecutor(step, CachePlan(256, 128))
     cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
-    cache.reserve(100)
     batch = Batch()
-    cache.append_rows(batch, [5], [0])
-    for kind in step.kinds:
-        batch.tables[kind.name] = [cache.table(kind)]
+    cache.append_rows(batch, [5], [0], n_reserved=100)
     on_device = executor.decode_greedy(batch, 90).tolist()
     token, on_host = 5, []
     again = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))

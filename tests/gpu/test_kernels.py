@@ -136,6 +136,22 @@ def test_large_activations_keep_their_sums(name: str) -> None:
     assert relative_error(found, dense @ x.double()) < TIGHT
 
 
+def test_nan_activations_stay_nan() -> None:
+    """N06: one NaN must reach the logits; codes of zero would hide it."""
+    x = torch.randn(512, device="cuda")
+    x[77] = float("nan")
+    found, _, _ = run_product(fused_product(1), [("Q4_K", 64)], 512, x)
+    assert bool(found.isnan().all())
+    norm, planes = torch.randn(512, device="cuda"), torch.randn(2, 512, device="cuda")
+    planes[1, 300] = float("nan")
+    fused = fused_product(1, norm=norm_call(), has_delta=True)
+    found, _, _ = run_product(fused, [("Q6_K", 64)], 512, torch.randn(512, device="cuda"), delta=planes, norm=norm)
+    assert bool(found.isnan().all())
+    glu = OpCall(OPS["glu"], "test", {}, {"activation": "silu"}, None, {})
+    _, _, written = run_product(fused_product(1, glu=glu), [("Q6_K", 128)], 512, x)
+    assert bool(written["scales"][:, 0].isnan().all())
+
+
 def test_all_zero_activations_give_zero() -> None:
     found, _, _ = run_product(fused_product(1), [("Q4_K", 64)], 512, torch.zeros(512, device="cuda"))
     assert not found.any()
@@ -217,6 +233,9 @@ ATTENTION_CASES = [
     (512, 16, 1, None, 300, True, "split"),
     (256, 2, 1, 16, 77, False, None),
 ]
+LONG_CASES = [(e, 4, 2, None, 9001, False, "split") for e in (64, 128, 256, 512)] + [
+    (128, 4, 2, 5000, 9001, False, "split")
+]
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
@@ -225,11 +244,25 @@ def test_attention_equals_float64(case: tuple) -> None:
     check_attention(*case)
 
 
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_attention_over_several_tiles_a_run_equals_float64(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F03: few runs, so that each goes over many tiles: fetched ahead, the maximum moving from tile to tile."""
+    monkeypatch.setattr("bytefloor.engine.launches.RUNS_ON_DEVICE", 12)
+    check_attention(*case, capacity=16384)
+
+
 def check_attention(
-    e: int, n_heads: int, j: int, window: int | None, position: int, has_v_from_k: bool, style: str | None
+    e: int,
+    n_heads: int,
+    j: int,
+    window: int | None,
+    position: int,
+    has_v_from_k: bool,
+    style: str | None,
+    capacity: int = 1024,
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(position * 1000 + e)
-    plan = CachePlan(capacity=1024, chunk=64)
+    plan = CachePlan(capacity, chunk=64)
     kind = CacheKind("kind", j, e, window, "bf16")
     frequencies = tuple(0.0 if i % 5 == 4 else 10000.0 ** (-2 * i / e) for i in range(e // 2))
     rope = OpCall(OPS["rope"], "test", {}, {"style": style, "inverse_frequencies": frequencies}, None, {})

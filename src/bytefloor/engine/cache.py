@@ -110,6 +110,8 @@ class SequenceCache:
         end = self.length + n_rows
         if end > self.plan.capacity:
             raise CapacityError(f"sequence would reach {end} positions, capacity is {self.plan.capacity}")
+        if n_rows > self.plan.chunk and any(kind.window is not None for kind in self.kinds):
+            raise CapacityError(f"{n_rows} rows at once, but sliding layers have room for chunks of {self.plan.chunk}")
         needed = [(kind, index) for kind in self.kinds for index in self._unwritable(kind, end)]
         for kind in self.kinds:
             n_needed = sum(other is kind for other, _ in needed)
@@ -135,9 +137,13 @@ class SequenceCache:
         pool.release(shared)
         return [PageCopy(kind.name, shared, pages[index])]
 
-    def append_rows(self, batch: Batch, ids: Sequence[int], wanted: Sequence[int]) -> None:
-        """Put the next rows of this sequence into a batch; ``wanted`` counts from the first of them."""
-        batch.copies.extend(self.reserve(len(ids)))
+    def append_rows(self, batch: Batch, ids: Sequence[int], wanted: Sequence[int], n_reserved: int = 0) -> None:
+        """Put the next rows of this sequence into a batch; ``wanted`` counts from the first of them.
+
+        n_reserved: make this many positions writable where that is more: a device that feeds its own tokens back will
+        write them too.
+        """
+        batch.copies.extend(self.reserve(max(len(ids), n_reserved)))
         first_row, index = len(batch.tokens), max(batch.sequence, default=-1) + 1
         places = range(self.length, self.length + len(ids))
         batch.tokens.extend(ids)

@@ -19,7 +19,7 @@ from bytefloor.engine.memory import check_memory
 from bytefloor.engine.packed import PackedWeights, Progress
 from bytefloor.engine.planner import DeviceMemory, LaunchPlanner
 from bytefloor.engine.prompt import PromptRunner
-from bytefloor.errors import UnsupportedError
+from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import fuse_one_row
 from bytefloor.model.step import CacheKind, Step
 
@@ -49,8 +49,9 @@ class DeviceExecutor:
         fused = fuse_one_row(step)
         self.architecture = device_architecture(self.device)
         self.weights = PackedWeights(fused, self.device)
+        check_list(step)
         check_memory(self.weights.n_bytes(), self.cache_bytes(), self.device)
-        self.weights.pack(progress)
+        self.weights.allocate()
         self._stream = torch.cuda.Stream(self.device)
         self._memory = self._allocate(banned_ids)
         # Pinned, so that the copy to the device does not wait.
@@ -59,6 +60,7 @@ class DeviceExecutor:
         planner = LaunchPlanner(fused, self.weights, self._memory)
         self.launches = planner.plan_all()
         self._written = planner.written
+        self.weights.pack(progress)
         kernels = load_kernels([launch.kernel for launch in self.launches], self.architecture)
         self._nodes = [(kernels[launch.kernel], launch) for launch in self.launches]
         self._graph = self._capture()
@@ -128,7 +130,14 @@ class DeviceExecutor:
         self._host_state[0], self._host_state[1] = token, position
         self._memory.state.copy_(self._host_state, non_blocking=True)
 
-    def _show_tables(self, batch: Batch) -> None:
+    def _prepare(self, batch: Batch) -> None:
+        """Pages that must be copied before they are written, and the tables where they changed."""
+        if any(sequence != 0 for sequence in batch.sequence):
+            raise UnsupportedError("the device executor takes one sequence at a time")
+        if batch.positions != batch.slots:
+            raise UnsupportedError("the kernels turn a row by its slot: positions that differ from slots have none yet")
+        for copy in batch.copies:
+            self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
         for name, rows in batch.tables.items():
             if self._shown_tables.get(name) != rows[0]:
                 self._memory.tables[name].copy_(torch.tensor(rows[0], dtype=torch.int32))
@@ -137,12 +146,8 @@ class DeviceExecutor:
     @torch.inference_mode()
     def run(self, batch: Batch, is_eager: bool = False) -> Tensor:
         """Logits float32 [R, V] of the wanted rows of one sequence: few by the graph, prompts by the plain list."""
-        if any(sequence != 0 for sequence in batch.sequence):
-            raise UnsupportedError("the device executor takes one sequence at a time")
         with torch.cuda.stream(self._stream):
-            for copy in batch.copies:
-                self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
-            self._show_tables(batch)
+            self._prepare(batch)
             if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
                 logits = self._prompts.run(batch)
                 self._stream.synchronize()
@@ -163,8 +168,11 @@ class DeviceExecutor:
         Each token goes from the device to the device; the host only starts replays. The batch's tables must hold pages
         for all of them.
         """
+        end = batch.slots[-1] + n_tokens
+        if end > self.plan.capacity:
+            raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
         with torch.cuda.stream(self._stream):
-            self._show_tables(batch)
+            self._prepare(batch)
             self._set_state(batch.tokens[-1], batch.slots[-1])
             for _ in range(n_tokens):
                 self._graph.replay()
@@ -173,7 +181,13 @@ class DeviceExecutor:
         return self.history[start : start + n_tokens]
 
     def host_us(self, n: int = 20) -> float:
-        """Microseconds the host takes to start one token: what must stay below the device's time for one."""
+        """Microseconds the host takes to start one token: what must stay below the device's time for one.
+
+        Writes over the first positions of whatever the tables show.
+        """
+        n = min(n, self.plan.capacity)
+        with torch.cuda.stream(self._stream):
+            self._set_state(0, 0)
         torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         with torch.cuda.stream(self._stream):
@@ -184,11 +198,22 @@ class DeviceExecutor:
         return elapsed / n * 1e6
 
     def poison(self, value: float = float("nan")) -> None:
-        """Fill the cache and every buffer that a step writes: a test's way to see what is read before it is written."""
+        """Fill the cache and every float that a step writes: a test's way to see what is read before it is written."""
         for pool in self.pools.values():
             pool.fill_(value)
-        for buffer in self._written:
+        for buffer in (*self._written, self._memory.logits):
             buffer.fill_(value)
+
+
+def check_list(step: Step) -> None:
+    """UnsupportedError for a list whose roundings are not those of the kernels."""
+    activations = {call.attributes["to"] for call in step.calls if call.op.name == "round_to"}
+    storages = {kind.storage for kind in step.kinds}
+    if activations != {"int16_g32"} or storages != {"bf16"}:
+        found = f"activations {sorted(activations) or 'as they are'}, cache {sorted(storages)}"
+        raise UnsupportedError(
+            f"the kernels round activations to int16_g32 and keep a bf16 cache; the list says {found}"
+        )
 
 
 def device_architecture(device: torch.device) -> str:

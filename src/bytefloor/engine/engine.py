@@ -82,7 +82,9 @@ class Engine:
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     def generate(self, request: Request) -> Iterator[Delta]:
-        """Serve one request to its end. Closing the iterator cancels it."""
+        """Serve one request, alone, to its end; several go through add and step. Closing the iterator cancels it."""
+        if self.has_work:
+            raise RequestError("generate serves one request alone, and others are under way; use add and step")
         request_id = self.add(request)
         try:
             while self.has_work:

@@ -15,8 +15,8 @@ from bytefloor.errors import KernelError
 
 SOURCES = Path(__file__).resolve().parent.parent / "ops"
 HEADERS = ("stream.cuh", "ring.cuh")
-ARCHITECTURES = ("sm_90a", "sm_100a", "sm_120a")
-"""Those that have bulk copies into shared memory, which the product kernel streams its weights with."""
+ARCHITECTURES = ("sm_90a", "sm_100a")
+"""Those with bulk copies into shared memory, and with enough of it for two products on a multiprocessor (227 KB)."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from bytefloor.formats.stream import ROWS, StreamForm
 from bytefloor.model.fuse import FusedAttention, FusedProduct
 
 WARPS = 8
+MOST_HEADS = WARPS
+"""Query heads of an attention block: a warp does the softmax of one."""
 PRODUCT_THREADS = WARPS * 32 + 32
 ATTENTION_THREADS = 256
 SHARED_BYTES = 113 * 1024
@@ -133,6 +135,8 @@ def plan_attention(fused: FusedAttention, n_heads: int, planes_in: int, eps: flo
     if e % 16:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
     tile, stages = (32, 2) if e > 256 else (64, 1) if e > 128 else (64, 2)
+    if plan.page_size % tile:
+        raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     max_runs = max(1, RUNS_ON_DEVICE // (j * (group // heads)))
     max_runs = min(max_runs, 64 if e > 256 else 128, ceil_div(plan.capacity, tile) + 1)
     tiles_bytes = stages * 2 * tile * (e + 8) * 2

@@ -87,12 +87,17 @@ def make_executor(
 ) -> tuple[Executor, tuple[str, ...]]:
     """The kernels where they can run this model, otherwise the reference executor; and what the user should be told."""
     notices: tuple[str, ...] = ()
-    if device.type == "cuda" and plan.n_sequences == 1:
-        step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    if device.type == "cuda":
         try:
-            return DeviceExecutor(step, plan, device=device, banned_ids=banned_ids, progress=progress), ()
+            if plan.n_sequences > 1:
+                raise UnsupportedError(f"{plan.n_sequences} sequences at once: the kernels take one")
+            step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+            executor = DeviceExecutor(step, plan, device=device, banned_ids=banned_ids, progress=progress)
+            told = "--weights has no effect: the kernels read weights as the file has them"
+            return executor, () if weights == torch.float32 else (told,)
         except UnsupportedError as error:
-            notices = (f"{error}; decoding through the reference executor instead, which is slow",)
+            notices = (f"{error}; running the reference executor on the GPU instead, which is slow",)
+            torch.cuda.empty_cache()
     step = build_step(model.config, model.weights, Rounding())
     precision = Precision(weights=weights)
     return ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress), notices

@@ -21,15 +21,28 @@ Progress = Callable[[int, int], None]
 class PackedWeights:
     """The matrices of a fused list.
 
-    Gate and up become one matrix whose rows alternate, so that one block has both rows of an output. ``pack`` reads and
-    packs them; sizes are known before.
+    Gate and up become one matrix whose rows alternate, so that one block has both rows of an output. Sizes are known at
+    once; ``allocate`` takes the memory, ``pack`` fills it.
     """
 
     def __init__(self, fused: Sequence[Fused], device: torch.device) -> None:
         self.device = device
         self._products = [matrix(call) for f in fused if isinstance(f, FusedProduct) for call in f.products]
         self._groups = _find_groups(fused)
-        self._packed: dict[int, Tensor] = {}
+        self._packed = {id(group[0]): self._room_for(group) for group in self._groups}
+        self._vectors: dict[int, Tensor] = {}
+
+    def _room_for(self, group: Sequence[Weight]) -> Tensor:
+        """Bytes for a group, not yet filled. UnsupportedError for gate and up of different formats."""
+        forms = {self.form_of(weight).name for weight in group}
+        if len(forms) > 1:
+            names = ", ".join(sorted(forms))
+            raise UnsupportedError(f"{group[0].name}: gate and up have different formats: {names}")
+        return torch.empty(self._n_bytes(group), dtype=torch.uint8, device="meta")
+
+    def allocate(self) -> None:
+        """Take the memory, so that launches can be planned before the long work of packing."""
+        self._packed = {key: torch.empty_like(packed, device=self.device) for key, packed in self._packed.items()}
 
     def form_of(self, weight: Weight) -> stream.StreamForm:
         """The stream form of a matrix."""
@@ -51,18 +64,20 @@ class PackedWeights:
         """Read every matrix, refuse values that are not finite, pack. progress: (bytes done, bytes in all)."""
         total, done = sum(w.n_bytes for group in self._groups for w in group), 0
         for group in self._groups:
-            forms = {self.form_of(weight).name for weight in group}
-            if len(forms) > 1:
-                names = ", ".join(sorted(forms))
-                raise UnsupportedError(f"{group[0].name}: gate and up have different formats: {names}")
             stored = [{name: part.to(self.device) for name, part in w.stored.read().items()} for w in group]
             parts = stored[0] if len(stored) == 1 else {k: _alternate([s[k] for s in stored]) for k in stored[0]}
             _refuse_bad_values(group[0], parts)
             padded = {name: _pad_rows(part) for name, part in parts.items()}
-            self._packed[id(group[0])] = self.form_of(group[0]).pack(padded).contiguous().view(-1)
+            self._packed[id(group[0])].copy_(self.form_of(group[0]).pack(padded).view(-1))
             done += sum(weight.n_bytes for weight in group)
             if progress is not None:
                 progress(done, total)
+
+    def vector(self, weight: Weight) -> Tensor:
+        """A norm's weight or a scalar, float32 on the device, read once."""
+        if id(weight) not in self._vectors:
+            self._vectors[id(weight)] = weight.load().to(self.device).contiguous()
+        return self._vectors[id(weight)]
 
     def packed(self, weight: Weight) -> Tensor:
         """The packed bytes of a matrix (of gate and up together, for gate)."""

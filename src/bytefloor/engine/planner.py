@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import Segment, plan_attention, plan_product
+from bytefloor.engine.launches import MOST_HEADS, AttentionLaunch, Segment, plan_attention, plan_product
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedProduct
 from bytefloor.model.step import OpCall
@@ -65,28 +65,28 @@ class LaunchPlanner:
         self.planes = 1
         # Codes, scales and counters of the GLU that the next product takes, if that is what comes next.
         self.codes: tuple[Tensor, Tensor, Tensor] | None = None
-        self.counters = torch.zeros(256, dtype=torch.int32, device=memory.device)
-        self.parts = self._floats(1)
-        self.part_sums = self._floats(256 * 256)
-        self.vectors: dict[int, Tensor] = {}
+        plans = self._attention_plans()
+        # Attention's scratch is shared by all layers and as large as the largest needs.
+        self.counters = self._ints(max(plan.n_head_groups for plan in plans))
+        self.parts = self._floats(max(plan.part_floats for plan in plans))
+        self.part_sums = self._floats(max(plan.n_head_groups * plan.max_runs * 2 * MOST_HEADS for plan in plans))
         self.frequencies: dict[tuple[float, ...], Tensor] = {}
 
     def _floats(self, n: int) -> Tensor:
         self.written.append(torch.zeros(n, dtype=torch.float32, device=self.memory.device))
         return self.written[-1]
 
+    def _ints(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.int32, device=self.memory.device)
+
     def plan_all(self) -> list[Launch]:
-        self._reserve_parts()
+        """One launch a fused call, in order."""
         return [self._plan(fused) for fused in self.fused]
 
-    def _reserve_parts(self) -> None:
-        """Attention's scratch, as large as the largest layer needs; its size does not depend on planes."""
-        plans = [
-            plan_attention(fused, self._n_heads(fused), 1, 1.0, self.memory.plan)
-            for fused in self.fused
-            if isinstance(fused, FusedAttention)
-        ]
-        self.parts = self._floats(max(plan.part_floats for plan in plans))
+    def _attention_plans(self) -> list[AttentionLaunch]:
+        """Of all layers; their scratch does not depend on planes or eps."""
+        layers = [fused for fused in self.fused if isinstance(fused, FusedAttention)]
+        return [plan_attention(fused, self._n_heads(fused), 1, 1.0, self.memory.plan) for fused in layers]
 
     @staticmethod
     def _n_heads(fused: FusedAttention) -> int:
@@ -104,11 +104,7 @@ class LaunchPlanner:
         return self._logits(fused)
 
     def _vector(self, weight: Weight | None) -> Tensor | None:
-        if weight is None:
-            return None
-        if id(weight) not in self.vectors:
-            self.vectors[id(weight)] = weight.load().to(self.memory.device).contiguous()
-        return self.vectors[id(weight)]
+        return None if weight is None else self.weights.vector(weight)
 
     def _norm_weight(self, call: OpCall | None) -> Tensor | None:
         weight = None if call is None else call.operands.get("weight")
@@ -163,12 +159,13 @@ class LaunchPlanner:
             found, self.codes = self.codes, None
             return found or (None, None, None)
         codes = torch.zeros(2 * n_out, dtype=torch.int8, device=self.memory.device)
-        counters = torch.zeros(n_out // 32, dtype=torch.int32, device=self.memory.device)
+        counters = self._ints(n_out // 32)
         self.codes = (codes, self._floats(n_out // 32 * 4), counters)
         return self.codes
 
     def _attention(self, fused: FusedAttention) -> Launch:
-        eps = fused.q_norm.attributes["eps"] if fused.q_norm is not None else 1e-6
+        norm = fused.q_norm or fused.v_norm
+        eps = norm.attributes["eps"] if norm is not None else 0.0
         n_heads = self._n_heads(fused)
         plan = plan_attention(fused, n_heads, self.planes, eps, self.memory.plan)
         kind = fused.cache.kind
@@ -211,7 +208,7 @@ class LaunchPlanner:
             BLOCKS=LOGITS_BLOCKS,
         )
         bests = self._floats(2 * LOGITS_BLOCKS)
-        counter = self.counters[255:]
+        counter = self._ints(1)
         arguments = (
             self.result,
             self.memory.banned,

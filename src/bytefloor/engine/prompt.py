@@ -1,7 +1,7 @@
 """Prompts on the device, plainly: the plain list, each matrix unpacked where a product needs it, then cuBLAS.
 
 Products run in TF32 (ten bits of mantissa, float32 sums), everything else in float32; keys and values go to the same
-bf16 pages that the decode kernels read. What that costs against float32 is in docs/log.md.
+bf16 pages that the decode kernels read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.kernels import Kernel, load_kernels, spec
 from bytefloor.engine.packed import PackedWeights
+from bytefloor.engine.reference import last_uses
 from bytefloor.model.step import Buffer, OpCall, Step
 from bytefloor.model.weights import Weight
 
@@ -34,8 +35,8 @@ class PromptRunner:
         self._kernels = self._load(architecture)
         n_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._n_blocks = n_multiprocessors * BLOCKS_A_MULTIPROCESSOR
-        self._vectors: dict[int, Tensor] = {}
         self._calls = [(call, *self._bind(call)) for call in step.calls]
+        self._last_uses = last_uses(step)
 
     def _matrices(self) -> list[Weight]:
         weights = (weight for call in self._step.calls for weight in call.weights if len(weight.shape) == 2)
@@ -55,18 +56,13 @@ class PromptRunner:
         sources = [(name, operand.id) for name, operand in call.operands.items() if isinstance(operand, Buffer)]
         for name, operand in call.operands.items():
             if isinstance(operand, Weight):
-                constants[name] = operand if len(operand.shape) == 2 else self._vector(operand)
+                constants[name] = operand if len(operand.shape) == 2 else self._weights.vector(operand)
         if call.cache is not None:
             constants["cache"] = self._pools[call.cache.kind.name][call.cache.index]
         if "to" in constants:
             constants["to"] = "float32"  # activations need no codes where a product takes floats
         own: dict[str, Callable[..., Any]] = {"linear": self._linear, "embed": self._embed}
         return own.get(call.op.name, call.op.reference), constants, sources
-
-    def _vector(self, weight: Weight) -> Tensor:
-        if id(weight) not in self._vectors:
-            self._vectors[id(weight)] = weight.load().to(self._device)
-        return self._vectors[id(weight)]
 
     def _unpack(self, weight: Weight, n: int, rows: Tensor | None = None, first: int = 0) -> Tensor:
         """Float32 [n, K]: the listed rows, or n from ``first`` on."""
@@ -90,10 +86,12 @@ class PromptRunner:
         """Logits float32 [R, V] of the wanted rows."""
         values = self._inputs(batch)
         with _tf32():
-            for call, function, constants, sources in self._calls:
+            for (call, function, constants, sources), ends in zip(self._calls, self._last_uses, strict=True):
                 result = function(**constants, **{name: values[source] for name, source in sources})
                 if call.output is not None:
                     values[call.output.id] = result
+                for buffer_id in ends:
+                    del values[buffer_id]
         return values[self._step.logits.id]
 
     def _inputs(self, batch: Batch) -> dict[int, Tensor]:

@@ -78,7 +78,7 @@ class ReferenceExecutor:
         self._tensors = self._load(progress)
         self.pools = {kind.name: self._allocate(kind) for kind in step.kinds}
         self._calls = [self._bind(call) for call in step.calls]
-        self._last_use = self._find_last_uses()
+        self._last_use = last_uses(step)
 
     # --- what it takes
 
@@ -167,19 +167,6 @@ class ReferenceExecutor:
             return StoredRows(weight, self.precision.compute, self.device)
         return DenseRows(dense, self.precision.compute)
 
-    def _find_last_uses(self) -> list[list[int]]:
-        """For each call, the buffers that nothing after it reads."""
-        last: dict[int, int] = {}
-        for index, (_, _, sources) in enumerate(self._calls):
-            for _, buffer_id in sources:
-                last[buffer_id] = index
-        ends: list[list[int]] = [[] for _ in self._calls]
-        inputs = {buffer.id for buffer in (*self.step.inputs.values(), *self.step.tables.values())}
-        for buffer_id, index in last.items():
-            if buffer_id not in inputs:
-                ends[index].append(buffer_id)
-        return ends
-
     # --- running
 
     @torch.inference_mode()
@@ -211,3 +198,16 @@ class ReferenceExecutor:
         """Fill the whole cache: a test's way to see that nothing outside the live band is read."""
         for pool in self.pools.values():
             pool.fill_(value)
+
+
+def last_uses(step: Step) -> list[list[int]]:
+    """For each call, the buffers that nothing after it reads: they can be dropped behind it."""
+    last: dict[int, int] = {}
+    for index, call in enumerate(step.calls):
+        last |= {operand.id: index for operand in call.operands.values() if isinstance(operand, Buffer)}
+    inputs = {buffer.id for buffer in (*step.inputs.values(), *step.tables.values())}
+    ends: list[list[int]] = [[] for _ in step.calls]
+    for buffer_id, index in last.items():
+        if buffer_id not in inputs:
+            ends[index].append(buffer_id)
+    return ends

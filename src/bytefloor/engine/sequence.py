@@ -52,22 +52,24 @@ class SequenceState:
             self.first_token_at = time.perf_counter()
         self.ids.append(sampled.id)
         if sampled.id in self._end_ids:
-            return self._last("stop", "end of turn", self._flush(), sampled)
+            return self._cut("stop", "end of turn", "", sampled)
         text, is_stopped = self._stop.push(self._decoder.push(sampled.id))
         if is_stopped:
             return self._last("stop", "stop string", text, sampled)
         if self.n_generated == self.request.max_tokens:
-            return self._last("length", f"max_tokens {self.request.max_tokens}", text + self._flush(), sampled)
+            return self._cut("length", f"max_tokens {self.request.max_tokens}", text, sampled)
         if len(self.ids) >= capacity:
-            return self._last("length", f"context of {capacity} is full", text + self._flush(), sampled)
+            return self._cut("length", f"context of {capacity} is full", text, sampled)
         if self.request.detects_loops and is_looping(self.ids[len(self.request.prompt_ids) :]):
-            return self._last("loop", "the answer repeats itself", text + self._flush(), sampled)
+            return self._cut("loop", "the answer repeats itself", text, sampled)
         return Delta(self.request_id, text, sampled)
 
-    def _flush(self) -> str:
-        """Text held back for a longer character or a stop string that did not come."""
-        text, is_stopped = self._stop.push(self._decoder.finish())
-        return text if is_stopped else text + self._stop.finish()
+    def _cut(self, reason: FinishReason, detail: str, text: str, sampled: Sampled) -> Delta:
+        """End here. Text held back for a longer character or a stop string comes out, and may yet complete one."""
+        held, is_stopped = self._stop.push(self._decoder.finish())
+        if is_stopped:
+            return self._last("stop", "stop string", text + held, sampled)
+        return self._last(reason, detail, text + held + self._stop.finish(), sampled)
 
     def _last(self, reason: FinishReason, detail: str, text: str, sampled: Sampled) -> Delta:
         return Delta(self.request_id, text, sampled, self.finish(reason, detail))

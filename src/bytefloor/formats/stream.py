@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytefloor.errors import ShapeError, UnsupportedError
+from bytefloor.errors import UnsupportedError
 from bytefloor.formats.blocks import bit_planes, crumbs, nibbles
 from bytefloor.formats.record import Parts
 
@@ -52,12 +52,14 @@ class StreamForm:
 def choose(format_name: str, n: int, k: int) -> StreamForm:
     """The stream form for a matrix of that format and shape. UnsupportedError where there is none."""
     if n % ROWS:
-        raise ShapeError(f"{format_name}: {n} rows are not a multiple of {ROWS}, which a stream record has")
+        raise UnsupportedError(f"{format_name}: {n} rows are not a multiple of {ROWS}, which a stream record has")
     if format_name in _K_QUANTS:
         return _K_QUANTS[format_name]
     if format_name in _LEGACY or format_name in _PLAIN:
         if k % STEP:
-            raise ShapeError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
+            raise UnsupportedError(
+                f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has"
+            )
         return _stepped_form(format_name, k)
     raise UnsupportedError(f"{format_name} has no stream form yet")
 

@@ -19,6 +19,7 @@ constexpr int LANES_OF_ROW = CHUNKS, ROW_GROUPS = THREADS / CHUNKS;
 constexpr int AT_ONCE = TILE / 32, SCORE_STRIDE = HEADS == 1 ? 1 : HEADS == 2 ? 2 : HEADS <= 4 ? 4 : 8;
 constexpr int Q_STRIDE = (E + 63) / 64 * 64;  // q of a head in blocks of 64, see q_index
 constexpr float LOWEST = -1e30f;
+static_assert(PAGE % TILE == 0, "a tile lies in one page");
 static_assert(HEADS <= WARPS && GROUP % HEADS == 0, "a warp does the softmax of one head");
 
 struct State { int token, position; };

@@ -96,7 +96,14 @@ __device__ __forceinline__ void consume(int first_unit, int n_units, Run run, co
     }
 }
 
-// Codes: round(v / scale) in -32512 .. 32512 as 256 high + low, both signed bytes.
+// A maximum that NaN wins: fmaxf would drop it, all codes of a group would be 0, and NaN logits would look like equal ones.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
+
+// Codes: round(v / scale) in -32512 .. 32512 as 256 high + low, both signed bytes. A NaN scale makes its group's sums NaN.
 __device__ __forceinline__ float code_scale(float largest) { return __fdiv_rn(largest, 32512.f); }
 __device__ __forceinline__ int to_code(float v, float scale) { return scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0; }
 __device__ __forceinline__ int high_byte(int code) { return (code + 128) >> 8; }
@@ -191,9 +198,9 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
         int i = (r * CONSUMERS + tid) * 8, half_sum = 0;
         float largest = 0;
 #pragma unroll
-        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(v[r][j]));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        for (int j = 0; j < 8; j++) largest = max_or_nan(largest, fabsf(v[r][j]));
+        largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
         float scale = code_scale(largest);
         u64 highs = 0, lows = 0;
 #pragma unroll
@@ -234,7 +241,7 @@ __device__ __forceinline__ float row_total(const float* part, int i) {
 // One group of 32 by one warp: codes (all high bytes of the row, then all low ones), scale and the sums of its halves.
 __device__ __forceinline__ void write_group(float v, int group, i8* codes, float4* code_scales, int lane) {
     float largest = fabsf(v);
-    for (int d = 16; d; d >>= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+    for (int d = 16; d; d >>= 1) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
     float scale = code_scale(largest);
     int code = to_code(v, scale), half_sum = code;
     for (int d = 8; d; d >>= 1) half_sum += __shfl_xor_sync(~0u, half_sum, d);

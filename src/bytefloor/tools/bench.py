@@ -160,16 +160,16 @@ class _Runner:
 
     def _decode(self, cache: SequenceCache, n_tokens: int, token: int) -> list[int]:
         """n_tokens best tokens in a row after a token at the cache's end."""
+        found: list[int] = []
         if isinstance(self.executor, DeviceExecutor):
-            cache.reserve(n_tokens)
-            batch = Batch()
-            cache.append_rows(batch, [token], [0])
-            for kind in cache.kinds:
-                batch.tables[kind.name] = [cache.table(kind)]
-            found = self.executor.decode_greedy(batch, n_tokens).tolist()
-            cache.commit(n_tokens)
+            while len(found) < n_tokens:
+                n = min(n_tokens - len(found), self.executor.plan.chunk)
+                batch = Batch()
+                cache.append_rows(batch, [token], [0], n_reserved=n)
+                found += self.executor.decode_greedy(batch, n).tolist()
+                cache.commit(n)
+                token = found[-1]
             return found
-        found = []
         for _ in range(n_tokens):
             batch = Batch()
             cache.append_rows(batch, [token], [0])
