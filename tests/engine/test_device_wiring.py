@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_twins import TwinDevice
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
@@ -24,6 +23,7 @@ from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
+from kernel_twins import TwinDevice
 from tiny import build_tiny
 
 ROUNDING = Rounding(activations="int16_g32", cache="bf16")
@@ -61,13 +61,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 @pytest.fixture(params=list(SHAPES))
 def step(request: pytest.FixtureRequest) -> Step:
-    """Weights are drawn once: a synthetic tensor would draw new ones at every read."""
     model = load_model(checkpoint_of(request.param, SHAPES[request.param], "Q4_K_M", "cpu"))
-    built = build_step(model.config, model.weights, ROUNDING)
-    for weight in {id(w): w for call in built.calls for w in call.weights}.values():
-        parts = weight.stored.read()
-        object.__setattr__(weight.stored, "read", lambda parts=parts: parts)
-    return built
+    return build_step(model.config, model.weights, ROUNDING)
 
 
 def rows_of(executor: DeviceExecutor, ids: list[int], chunk: int) -> Tensor:

@@ -40,7 +40,7 @@ def step_of(name: str, mixture: str = "Q4_K_M") -> Step:
 
 @pytest.fixture(scope="module", params=[(name, m) for name in SHAPES for m in ("Q4_K_M", "BF16")], ids=str)
 def step(request: pytest.FixtureRequest) -> Step:
-    return keep_weights(step_of(*request.param))
+    return step_of(*request.param)
 
 
 def one_by_one(executor: DeviceExecutor, ids: list[int], is_eager: bool = False) -> Tensor:
@@ -69,7 +69,7 @@ def test_replaying_equals_launching_and_one_run_equals_another(step: Step) -> No
 
 def test_capacity_changes_no_bit() -> None:
     """Several tiles long: with little capacity a run of the band is one tile, with much it is another cut of them."""
-    step, ids = keep_weights(step_of("gemma4")), [3, 5, 8, 13] * 75
+    step, ids = step_of("gemma4"), [3, 5, 8, 13] * 75
     runs = [one_by_one(DeviceExecutor(step, CachePlan(n, 64)), ids) for n in (320, 4096)]
     assert torch.equal(*runs)
 
@@ -78,7 +78,7 @@ def test_capacity_changes_no_bit() -> None:
 def test_logits_agree_with_the_reference_that_rounds_alike(name: str) -> None:
     """Activations lose next to nothing; what is left are keys and values at the border of two bf16 values."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    step = keep_weights(step_of(name))
+    step = step_of(name)
     ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
     found = one_by_one(DeviceExecutor(step, CachePlan(256, 64)), ids)
     rounded, exact = (reference_logits(step, ids, rounds) for rounds in (True, False))
@@ -86,15 +86,6 @@ def test_logits_agree_with_the_reference_that_rounds_alike(name: str) -> None:
     error = ((found - rounded).norm() / rounded.norm()).item()
     assert 0 < error < max(cost, 1e-3)
     assert error < 1e-2
-
-
-def keep_weights(step: Step) -> Step:
-    """Synthetic tensors draw new values at each read; here every read gives the first ones."""
-    weights = {id(weight): weight for call in step.calls for weight in call.weights}
-    for weight in weights.values():
-        parts = weight.stored.read()
-        object.__setattr__(weight.stored, "read", lambda parts=parts: parts)
-    return step
 
 
 def reference_logits(step: Step, ids: list[int], rounds: bool) -> Tensor:

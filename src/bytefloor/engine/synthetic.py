@@ -7,6 +7,7 @@ where they will be used.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,8 @@ def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
 
 def checkpoint_of(name: str, shape: Shape, mixture: str, device: torch.device | str) -> Checkpoint:
     """The same for any shape."""
-    generator = torch.Generator(device).manual_seed(0)
     tensors = {
-        tensor: _stored(tensor, size, _format(tensor, size, shape, mixture), generator, torch.device(device))
+        tensor: _stored(tensor, size, _format(tensor, size, shape, mixture), torch.device(device))
         for tensor, size in _tensor_shapes(shape).items()
     }
     return Checkpoint(Path(name), "gguf", _metadata(name, shape), tensors)
@@ -164,9 +164,7 @@ def _has_more_bits(layer: int, n_layers: int) -> bool:
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _stored(
-    name: str, size: tuple[int, ...], kind: str, generator: torch.Generator, device: torch.device
-) -> StoredTensor:
+def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device) -> StoredTensor:
     record = get(kind)
     n = 1
     for axis in size:
@@ -174,6 +172,8 @@ def _stored(
     n_bytes = n * (4 if kind == "F32" else 2) if record.block_bytes is None else n // record.block * record.block_bytes
 
     def read() -> dict[str, Tensor]:
+        # Seeded by its name: a tensor has the same values whenever and by whomever it is read.
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         if name == "rope_freqs.weight":
             factors = torch.full(size, 1e30)
             factors[: size[0] // 4] = 1.0

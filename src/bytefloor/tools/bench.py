@@ -22,7 +22,7 @@ import torch
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
-from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.loading import choose_device, make_executor
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.stream_limit import measure_stream_gb_s
@@ -36,6 +36,8 @@ from bytefloor.tools.models import find_model
 WARM_UP = 8
 PROMPT_CHUNK = 512
 FIRST_TOKEN = 5
+MOST_LOGIT_ERROR = 0.2
+"""Relative error of logits that TF32, 16-bit codes and bf16 ties may add up to in a deep random model, with room."""
 CHECKED = 8
 """Tokens of each measurement that are compared with launching kernel by kernel."""
 COLUMNS = ("model", "format", "n_prompt", "n_gen", "depth", "tok_s", "tok_s_spread", "share", "host_us", "checksum")
@@ -85,10 +87,14 @@ class Row:
 
 
 def bench(name: str | None, options: BenchOptions) -> Iterable[Row]:
-    """Rows as they are measured. NumericalError when a replayed graph and its kernels one by one disagree."""
+    """Rows as they are measured.
+
+    NumericalError when kernels disagree with torch operations over the same weights, or a replayed graph with its
+    kernels launched one by one.
+    """
     device = choose_device(options.device)
     model = open_model(name, device)
-    margin = options.n_gen + WARM_UP + CHECKED + 2
+    margin = max(options.n_gen + WARM_UP + CHECKED + 2, MOST_ROWS_ONE_BY_ONE + 8)
     most = min(options.capacity or model.config.context_length, model.config.context_length)
     depths = _those_that_fit(options.depths, most - margin)
     prompts = _those_that_fit(options.n_prompt, most - margin)
@@ -100,6 +106,7 @@ def bench(name: str | None, options: BenchOptions) -> Iterable[Row]:
     for notice in notices:
         print(f"note: {notice}", file=sys.stderr)
     runner = _Runner(executor, model, options, measure_stream_gb_s(device))
+    runner.check_kernels()
     for depth in depths:
         yield runner.decode(depth)
     for n_prompt in prompts:
@@ -196,6 +203,33 @@ class _Runner:
             found.append(token)
             cache.commit(1)
         return found
+
+    def check_kernels(self) -> None:
+        """The last logits of a short prompt through the decode kernels and through the plain list of torch operations.
+
+        NumericalError when they differ by more than roundings can explain: a speed is worth nothing without it.
+        """
+        if not isinstance(self.executor, DeviceExecutor):
+            return
+        ids = [(FIRST_TOKEN + 7 * i) % 200 for i in range(MOST_ROWS_ONE_BY_ONE + 8)]
+        plain, kernels = (self._last_logits(ids, chunk) for chunk in (len(ids), 1))
+        error = float((kernels - plain).norm() / plain.norm())
+        # NaN fails too: it compares false with everything.
+        if not error < MOST_LOGIT_ERROR:
+            raise NumericalError(
+                f"logits of the decode kernels differ from the plain list by {error:.3g}, "
+                f"expected below {MOST_LOGIT_ERROR}: a kernel is wrong"
+            )
+
+    def _last_logits(self, ids: list[int], chunk: int) -> torch.Tensor:
+        cache = self._cache_at(0)
+        logits = torch.empty(0)
+        for start in range(0, len(ids), chunk):
+            rows, batch = ids[start : start + chunk], Batch()
+            cache.append_rows(batch, rows, [len(rows) - 1])
+            logits = self.executor.run(batch)[0].clone()
+            cache.commit(len(rows))
+        return logits
 
     def decode(self, depth: int) -> Row:
         """Tokens a second at a depth."""
