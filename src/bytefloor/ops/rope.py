@@ -9,6 +9,7 @@ x float32 [T, H, E]; positions int64 [T]; inverse_frequencies: E/2 numbers, radi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,9 +17,15 @@ from torch import Tensor
 from bytefloor.ops.op import Case, Op, Operand
 
 
+@lru_cache(maxsize=64)
+def _as_tensor(inverse_frequencies: tuple[float, ...], device: torch.device) -> Tensor:
+    """A table is a constant of the model and used in every layer: it is moved to the device once."""
+    return torch.tensor(inverse_frequencies, dtype=torch.float64, device=device)
+
+
 def reference(x: Tensor, positions: Tensor, style: str, inverse_frequencies: Sequence[float]) -> Tensor:
     """Rotate each pair; one table row a token serves all heads."""
-    frequencies = torch.tensor(inverse_frequencies, dtype=torch.float64, device=x.device)
+    frequencies = _as_tensor(tuple(inverse_frequencies), x.device)
     angles = (positions.to(torch.float64)[:, None] * frequencies)[:, None, :]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     if style == "split":
