@@ -111,14 +111,14 @@ def slow_xtc(scores, threshold):
 
 def slow_dry(history, window, breakers, multiplier, base, allowed):
     """{id: penalty}: every earlier place, compared backwards with the end, one token at a time."""
-    if window >= 0:
-        history = history[len(history) - window :] if window < len(history) else history
-        history = history if window else []
-    n = len(history)
     start = 0
-    for end in range(1, n + 1):
+    for end in range(1, len(history) + 1):
         if any(end >= len(b) and tuple(history[end - len(b) : end]) == tuple(b) for b in breakers):
             start = end
+    if window >= 0:
+        cut = max(0, len(history) - window)
+        history, start = history[cut:], max(0, start - cut)
+    n = len(history)
     longest = {}
     for place in range(1, n):
         length = 0

@@ -60,7 +60,9 @@ class Repeats:
         self._breakers: dict[int, list[Sequence[int]]] = {}
         for breaker in breakers:
             self._breakers.setdefault(breaker[-1], []).append(breaker)
-        history = list(ids[-window:] if window > 0 else ids) if window else []
+        # Before the window as much is kept as a breaker that ends in it may reach back.
+        kept = window + max((len(breaker) - 1 for breaker in breakers), default=0)
+        history = list(ids[-kept:] if window > 0 else ids) if window else []
         self._n = n = len(history)
         self._ids: Ids = np.zeros(max(256, 2 * n), np.int64)
         self._match: Ids = np.zeros(max(256, 2 * n), np.int64)
@@ -85,7 +87,8 @@ class Repeats:
     def longest(self, at_least: int) -> tuple[Ids, Ids]:
         """The tokens that followed an earlier copy of the end, each with its longest such copy of `at_least` or more.
 
-        A copy may overlap the end itself; it reaches neither out of the window nor across a breaker.
+        A copy may overlap the end itself; it reaches neither out of the window nor across a breaker, which counts also
+        where it began before the window.
         """
         low, n = self._low, self._n
         if n - self._start < at_least:
