@@ -1,91 +1,29 @@
-"""Chat templates: who may write control tokens, who refuses what, how thinking is asked for."""
+"""Chat templates: who may write control tokens, who refuses what, what stands in for a missing template."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_vocabularies import GEMMA3, GEMMA4, GEMMA4_ADDED, LLAMA3, QWEN3, QWEN3_ADDED, byte_level
+from small_chats import (
+    GEMMA3_CHAT,
+    GEMMA3_TOKENIZER,
+    GEMMA4_TOKENIZER,
+    GEMMA_TEMPLATE,
+    HELLO,
+    LLAMA3_CHAT,
+    LLAMA3_TEMPLATE,
+    LLAMA3_TOKENIZER,
+    OPENING_CHAT,
+    QWEN3_CHAT,
+    QWEN3_TEMPLATE,
+    QWEN3_TOKENIZER,
+)
+from small_vocabularies import LLAMA3, QWEN3, byte_level
 
 from bytefloor.errors import RequestError
 from bytefloor.text.chat import ChatTemplate, Message, ToolCall
 from bytefloor.text.tokenizer import Tokenizer
-
-LLAMA3_TEMPLATE = """{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
-#: Shows old thoughts only after the last question, reads thoughts out of the content, can be told not to think.
-QWEN3_TEMPLATE = """{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools' }}
-    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- set thought = message.reasoning_content if message.reasoning_content is string else '' %}
-    {%- if '</think>' in content %}
-        {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if thought and loop.index0 > ns.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
-    {{- content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {%- set arguments = call.function.arguments %}
-        {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}
-"""
-
-GEMMA_TEMPLATE = """{{- bos_token -}}
-{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-{% endif %}
-{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
-{{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' -}}
-{% endfor %}
-{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}
-"""
-
-#: The prompt itself ends inside a thought.
-OPENING_TEMPLATE = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content.split('</think>')[-1] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}
-"""
-
-LLAMA3_TOKENIZER = Tokenizer.from_gguf(byte_level(LLAMA3, bos_token_id="<|begin_of_text|>", eos_token_id="<|eot_id|>"))
-QWEN3_TOKENIZER = Tokenizer.from_gguf(
-    byte_level(QWEN3, QWEN3_ADDED, pre="qwen2", bos_token_id="<|endoftext|>", eos_token_id="<|im_end|>")
-)
-GEMMA3_TOKENIZER = Tokenizer.from_gguf(
-    byte_level(GEMMA3, pre="gpt-2", architecture="gemma3", bos_token_id="<bos>", eos_token_id="<eos>")
-)
-GEMMA4_TOKENIZER = Tokenizer.from_gguf(
-    byte_level(GEMMA4, GEMMA4_ADDED, pre="gpt-2", architecture="gemma4", bos_token_id="<bos>", eos_token_id="<eos>")
-)
-LLAMA3_CHAT = ChatTemplate(LLAMA3_TEMPLATE, LLAMA3_TOKENIZER, "llama")
-QWEN3_CHAT = ChatTemplate(QWEN3_TEMPLATE, QWEN3_TOKENIZER, "qwen3")
-GEMMA3_CHAT = ChatTemplate(GEMMA_TEMPLATE, GEMMA3_TOKENIZER, "gemma3")
-OPENING_CHAT = ChatTemplate(OPENING_TEMPLATE, QWEN3_TOKENIZER, "qwen3")
-HELLO = [Message("user", "hello")]
 
 
 def control_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -281,105 +219,6 @@ def test_roles_that_do_not_alternate_are_refused_and_never_half_rendered(roles: 
 def test_no_messages_are_refused() -> None:
     with pytest.raises(RequestError, match="no messages"):
         LLAMA3_CHAT.render([])
-
-
-# --- thinking (C03, C06) ---
-
-
-def reply_of(chat: ChatTemplate, thinking: bool | None, reply: str) -> tuple[str, str]:
-    """(thought, answer) of a reply, decoded and split token by token as an engine does."""
-    tokenizer = chat._tokenizer
-    prompt = chat.prepare(HELLO, thinking=thinking)
-    stream = tokenizer.stream(prompt.ids, keep_special=prompt.keep_special)
-    splitter = prompt.splitter()
-    pieces = []
-    for id in tokenizer.encode(reply, parse_special=True, add_bos=False):
-        pieces += splitter.push(stream.push(id))
-    pieces += [*splitter.push(stream.finish()), *splitter.finish()]
-    thought = "".join(text for channel, text in pieces if channel == "reasoning")
-    return thought, "".join(text for channel, text in pieces if channel == "content")
-
-
-@pytest.mark.parametrize(
-    ("chat", "thinking", "reply", "wanted"),
-    [
-        (QWEN3_CHAT, None, "<think>\nhmm\n</think>\n\nhello", ("hmm", "hello")),
-        (QWEN3_CHAT, True, "<think>\nhmm\n</think>\n\nhello", ("hmm", "hello")),
-        (QWEN3_CHAT, True, "<think>\nhm", ("hm", "")),
-        (QWEN3_CHAT, False, "hello", ("", "hello")),
-        (QWEN3_CHAT, False, "<think>hmm</think>hello", ("", "hmmhello")),
-        (OPENING_CHAT, None, "hmm\n</think>\n\nhello", ("hmm", "hello")),
-        (OPENING_CHAT, True, "hmm", ("hmm", "")),
-        (LLAMA3_CHAT, None, "<think>hello", ("", "<think>hello")),
-    ],
-)
-def test_a_reply_is_routed_by_what_the_prompt_opened(
-    chat: ChatTemplate, thinking: bool | None, reply: str, wanted: tuple[str, str]
-) -> None:
-    """C03."""
-    assert reply_of(chat, thinking, reply) == wanted
-
-
-def test_gemma4_thinks_in_a_channel() -> None:
-    """C03."""
-    chat = ChatTemplate.for_tokenizer(GEMMA4_TOKENIZER, "gemma4")
-    reply = "<|channel>thought\nhmm\n<channel|>hello"
-    assert reply_of(chat, True, reply) == ("hmm", "hello")
-    assert reply_of(chat, False, "hello") == ("", "hello")
-
-
-def test_thinking_is_passed_on_as_the_templates_own_switch() -> None:
-    """C03."""
-    closed = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    assert QWEN3_CHAT.render(HELLO, thinking=False).endswith(closed)
-    assert QWEN3_CHAT.render(HELLO, enable_thinking=False).endswith(closed)
-    assert QWEN3_CHAT.prepare(HELLO, enable_thinking=False).reasoning_tags is None
-    assert QWEN3_CHAT.render(HELLO, thinking=True, enable_thinking=False).endswith("assistant\n")
-    assert QWEN3_CHAT.render(HELLO).endswith("assistant\n")
-
-
-def test_a_prompt_knows_whether_it_ends_inside_a_thought() -> None:
-    """C03."""
-    assert OPENING_CHAT.prepare(HELLO).is_thought_open
-    assert not QWEN3_CHAT.prepare(HELLO).is_thought_open
-    assert not QWEN3_CHAT.prepare(HELLO, thinking=False).is_thought_open
-
-
-def test_thinking_that_cannot_be_turned_on_or_off_is_refused() -> None:
-    assert not LLAMA3_CHAT.supports_thinking
-    assert QWEN3_CHAT.supports_thinking
-    with pytest.raises(RequestError, match="no thinking to turn on"):
-        LLAMA3_CHAT.render(HELLO, thinking=True)
-    with pytest.raises(RequestError, match="cannot be turned off"):
-        OPENING_CHAT.render(HELLO, thinking=False)
-    assert LLAMA3_CHAT.render(HELLO, thinking=False)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        Message("assistant", "<think>\nold thought\n</think>\n\nhi"),
-        Message("assistant", "hi", reasoning="old thought"),
-    ],
-)
-def test_old_thoughts_are_dropped_where_the_template_drops_them(reply: Message) -> None:
-    """C06: in whichever form the client sends them back."""
-    text = QWEN3_CHAT.render([*HELLO, reply, Message("user", "more")])
-    assert "old thought" not in text
-    assert "<|im_start|>assistant\nhi<|im_end|>" in text
-    assert "<think>\nold thought\n</think>\n\nhi" in QWEN3_CHAT.render([*HELLO, reply])
-
-
-def test_an_old_reply_whose_thought_the_prompt_had_opened_loses_it_too() -> None:
-    """C06."""
-    messages = [*HELLO, Message("assistant", "old thought</think>\n\nhi"), Message("user", "more")]
-    assert "old thought" not in OPENING_CHAT.render(messages)
-
-
-def test_an_old_reply_that_speaks_of_the_tag_keeps_its_text() -> None:
-    """C06: nothing is lost from an answer that only mentions `</think>`."""
-    chat = ChatTemplate(OPENING_TEMPLATE.replace("<think>", ""), QWEN3_TOKENIZER, "qwen3")
-    assert "close it with </think> then" in chat.render([*HELLO, Message("assistant", "close it with </think> then")])
 
 
 # --- files without a template (G14) ---
