@@ -272,6 +272,21 @@ def test_nan_logits_end_the_request_and_leave_the_engine_usable(qwen: Model) -> 
     assert not engine.has_work
 
 
+def test_a_request_that_cannot_be_sampled_ends_alone(qwen: Model) -> None:
+    """Its company in the batch goes on as if it had never been there."""
+    company = Request(tuple(prompt_ids(9)), max_tokens=5, sampling=GREEDY, ignores_end=True)
+    alone, _, _ = run(make_engine(qwen), company)
+    engine = make_engine(qwen, n_sequences=3)
+    bad = engine.add(replace(company, sampling=replace(GREEDY, logit_bias={10**6: 1.0})))
+    good = engine.add(company)
+    deltas = [delta for _ in range(100) for delta in engine.step()]
+    ends = {delta.request_id: delta.finish for delta in deltas if delta.finish}
+    assert not engine.has_work
+    assert ends[bad].reason == "error"
+    assert "logit_bias names token id 1000000" in ends[bad].detail
+    assert [delta.sampled.id for delta in deltas if delta.request_id == good and delta.sampled] == alone
+
+
 def test_an_executor_that_fails_loses_its_batch_and_no_pages(qwen: Model) -> None:
     engine = make_engine(qwen)
     free = {name: pool.n_free for name, pool in engine._pools.items()}

@@ -143,8 +143,9 @@ class Engine:
         is_prompt_done = sequence.first_token_at is None
         try:
             delta = sequence.accept(logits, self.capacity)
-        except NumericalError as error:
-            # Keys and values behind such logits are worthless: the cache goes, the engine stays.
+        except (NumericalError, RequestError) as error:
+            # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
+            # are worthless, so the cache goes.
             self._drop(sequence)
             return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
         computed = sequence.ids[: sequence.cache.length]
