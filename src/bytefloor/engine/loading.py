@@ -97,7 +97,8 @@ def make_executor(
             return executor, () if weights == torch.float32 else (told,)
         except UnsupportedError as error:
             notices = (f"{error}; running the reference executor on the GPU instead, which is slow",)
-            torch.cuda.empty_cache()
+        # Not in the handler: there the error's traceback still holds what the refused executor had allocated.
+        torch.cuda.empty_cache()
     step = build_step(model.config, model.weights, Rounding())
     precision = Precision(weights=weights)
     return ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress), notices
