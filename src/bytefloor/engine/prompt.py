@@ -1,7 +1,7 @@
 """Prompts on the device, plainly: the plain list, each matrix unpacked where a product needs it, then cuBLAS.
 
-Products run in TF32 (ten bits of mantissa, float32 sums), everything else in float32; keys and values go to the same
-bf16 pages that the decode kernels read.
+Products, attention's two among them, run in TF32 (ten bits of mantissa, float32 sums), all else in float32; keys and
+values go to the same bf16 pages that the decode kernels read.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class PromptRunner:
 
     def _linear(self, x: Tensor, weight: Weight) -> Tensor:
         n, k = weight.shape
+        if not x.shape[0]:
+            return x.new_empty(0, n)  # a chunk that wants no logits leaves the head, the largest matrix, unread
         part = max(1, MOST_SCRATCH_FLOATS // k)
         parts = [x @ self._unpack(weight, min(part, n - first), first=first).T for first in range(0, n, part)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
