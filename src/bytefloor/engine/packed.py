@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bytefloor.errors import FileError, UnsupportedError
+from bytefloor.engine.reference import refuse_not_finite
+from bytefloor.errors import UnsupportedError
 from bytefloor.formats import stream
 from bytefloor.model.fuse import Fused, FusedEmbed, FusedProduct
 from bytefloor.model.step import OpCall
@@ -65,8 +66,9 @@ class PackedWeights:
         total, done = sum(w.n_bytes for group in self._groups for w in group), 0
         for group in self._groups:
             stored = [{name: part.to(self.device) for name, part in w.stored.read().items()} for w in group]
+            for weight, parts in zip(group, stored, strict=True):
+                _refuse_bad_values(weight, parts)
             parts = stored[0] if len(stored) == 1 else {k: _alternate([s[k] for s in stored]) for k in stored[0]}
-            _refuse_bad_values(group[0], parts)
             padded = {name: _pad_rows(part) for name, part in parts.items()}
             self._packed[id(group[0])].copy_(self.form_of(group[0]).pack(padded).view(-1))
             done += sum(weight.n_bytes for weight in group)
@@ -76,7 +78,9 @@ class PackedWeights:
     def vector(self, weight: Weight) -> Tensor:
         """A norm's weight or a scalar, float32 on the device, read once."""
         if id(weight) not in self._vectors:
-            self._vectors[id(weight)] = weight.load().to(self.device).contiguous()
+            values = weight.load()
+            refuse_not_finite(weight, values)
+            self._vectors[id(weight)] = values.to(self.device).contiguous()
         return self._vectors[id(weight)]
 
     def packed(self, weight: Weight) -> Tensor:
@@ -134,5 +138,4 @@ def _refuse_bad_values(weight: Weight, parts: dict[str, Tensor]) -> None:
     step = max(1, CHECKED_VALUES // weight.shape[1])
     for start in range(0, n_rows, step):
         values = record.decode({name: part[start : start + step] for name, part in parts.items()})
-        if not bool(torch.isfinite(values).all()):
-            raise FileError(f"tensor {weight.stored.name} holds values that are not finite")
+        refuse_not_finite(weight, values)

@@ -124,8 +124,7 @@ class ReferenceExecutor:
         done = 0
         for weight in dense:
             values = weight.load()
-            if not bool(torch.isfinite(values).all()):
-                raise FileError(f"tensor {weight.stored.name} holds values that are not finite")
+            refuse_not_finite(weight, values)
             tensors[id(weight)] = values.to(device=self.device, dtype=self._dtype(weight))
             done += weight.n_bytes
             if progress is not None:
@@ -211,3 +210,9 @@ def last_uses(step: Step) -> list[list[int]]:
         if buffer_id not in inputs:
             ends[index].append(buffer_id)
     return ends
+
+
+def refuse_not_finite(weight: Weight, values: Tensor) -> None:
+    """FileError that names the tensor."""
+    if not bool(torch.isfinite(values).all()):
+        raise FileError(f"tensor {weight.stored.name} holds values that are not finite")
