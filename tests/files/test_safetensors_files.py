@@ -130,6 +130,18 @@ def test_towers_are_skipped_and_unknown_names_kept(tmp_path):
     assert checkpoint.notices == ("8 tensors of vision or audio towers skipped", "1 activation or cache scales ignored")
 
 
+def test_files_that_are_not_read_are_named(tmp_path):
+    directory = make.model_directory(tmp_path / "m", {"model.norm.weight": torch.ones(2)})
+    (directory / "other.safetensors").write_bytes(make.safetensors_of({"model.extra": torch.ones(2)}))
+    (directory / "small.gguf").write_bytes(b"GGUF")
+    checkpoint = open_checkpoint(directory)
+    assert set(checkpoint.tensors) == {"norm.weight"}
+    assert checkpoint.notices == (
+        "other.safetensors left out: model.safetensors is the whole model where there is no index",
+        "small.gguf left out: the directory's safetensors are read",
+    )
+
+
 def sharded(path, weight_map=None):
     path.mkdir()
     for number, name in enumerate(["model.a.weight", "model.b.weight"], 1):

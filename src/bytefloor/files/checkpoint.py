@@ -83,8 +83,11 @@ def _open_directory(directory: Path) -> Checkpoint:
     ggufs = [name for name in files if name.endswith(".gguf")]
     if INDEX_NAME in files or weights:
         if len(weights) == 1 and INDEX_NAME not in files:
-            return replace(_open_single(directory / weights[0]), path=directory)
-        return _from_arrays(directory, directory, read_directory(directory))
+            checkpoint = replace(_open_single(directory / weights[0]), path=directory)
+        else:
+            checkpoint = _from_arrays(directory, directory, read_directory(directory))
+        told = (f"{', '.join(ggufs)} left out: the directory's safetensors are read",) if ggufs else ()
+        return replace(checkpoint, notices=(*checkpoint.notices, *told))
     if ggufs:
         return open_gguf(directory / _only_gguf(directory, ggufs))
     pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]

@@ -47,6 +47,9 @@ def read_directory(directory: Path) -> Arrays:
         raw = _read_indexed(directory, index, notices)
     elif single.is_file():
         raw = dict(read_safetensors(single).tensors)
+        others = sorted(path.name for path in directory.glob("*.safetensors") if path != single)
+        if others:
+            notices.append(f"{', '.join(others)} left out: {single.name} is the whole model where there is no index")
     else:
         raw = _merge([read_safetensors(path) for path in sorted(directory.glob("*.safetensors"))])
     return normalise(read_json(directory / "config.json"), raw, notices)

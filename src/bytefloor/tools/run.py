@@ -71,6 +71,8 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
     else:
         write("\n")
         print(summary(answer.finish, opened), file=sys.stderr)
+    if opened.template is None and not asked.is_raw:
+        print("note: the model has no chat template: the prompt was continued as plain text", file=sys.stderr)
     return {"error": 1, "cancelled": interrupt.STATUS}.get(answer.finish.reason, 0)
 
 
