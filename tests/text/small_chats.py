@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from small_vocabularies import GEMMA3, GEMMA4, GEMMA4_ADDED, LLAMA3, QWEN3, QWEN3_ADDED, byte_level
-
 from bytefloor.text.chat import ChatTemplate, Message
 from bytefloor.text.tokenizer import Tokenizer
+from text.small_vocabularies import GEMMA3, GEMMA4, GEMMA4_ADDED, LLAMA3, QWEN3, QWEN3_ADDED, byte_level
 
 LLAMA3_TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}

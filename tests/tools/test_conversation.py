@@ -13,9 +13,11 @@ from bytefloor.engine.loading import EngineOptions, Opened, open_engine
 from bytefloor.engine.request import Finish
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import RequestError
+from bytefloor.text.chat import Message
 from bytefloor.tools import chat, interrupt, run
 from bytefloor.tools.chat import ChatOptions, Conversation, Leave
 from bytefloor.tools.session import Answer
+from text.small_chats import GEMMA4_TOKENIZER
 from tiny import build_tiny
 
 TEMPLATE = """\
@@ -187,3 +189,13 @@ def test_history_is_private_and_optional(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_backslash_joins_lines() -> None:
     lines = iter(["one\\", "two\\", "three"])
     assert chat._joined(lambda _: next(lines)) == "one\ntwo\nthree"
+
+
+@pytest.mark.parametrize(("per_layer_width", "wanted"), [(0, "<|channel>thought\n<channel|>"), (16, "model\n")])
+def test_small_gemma4_models_without_a_template_get_a_bare_model_turn(
+    opened: Opened, per_layer_width: int, wanted: str
+) -> None:
+    """G14"""
+    config = replace(opened.model.config, family="gemma4", per_layer_width=per_layer_width)
+    bare = replace(opened, template=None, tokenizer=GEMMA4_TOKENIZER, model=replace(opened.model, config=config))
+    assert Conversation(bare, OPTIONS).template.render([Message("user", "hi")]).endswith(wanted)

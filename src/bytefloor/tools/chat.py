@@ -52,7 +52,10 @@ class Conversation:
     def __init__(self, opened: Opened, options: ChatOptions) -> None:
         self.opened = opened
         self.options = options
-        self.template = ChatTemplate.for_tokenizer(opened.tokenizer, opened.model.config.family)
+        config = opened.model.config
+        self.template = opened.template or ChatTemplate.for_tokenizer(
+            opened.tokenizer, config.family, bare_model_turn=config.per_layer_width > 0
+        )
         self.turns: list[Message] = []
         self.n_context = 0
 
