@@ -223,7 +223,7 @@ def bench(
     from dataclasses import asdict
 
     with interrupt.at_once():
-        from bytefloor.tools.bench import BenchOptions, print_rows
+        from bytefloor.tools.bench import BenchOptions, Row, print_rows
         from bytefloor.tools.bench import bench as measure
 
     if output not in ("md", "json", "csv"):
@@ -235,10 +235,16 @@ def bench(
         raise RequestError(f"-p {prompts} -d {depths}: expected prompts of at least 1 token and depths from 0")
     options = BenchOptions(sizes[0], tokens, sizes[1], repeats, device, context)
     names: list[str | None] = [*(model or ())] or [None]
-    rows = [row for name in names for row in measure(name, options)]
-    if save is not None:
-        save.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    print_rows(rows, output)
+    rows: list[Row] = []
+    try:
+        for name in names:
+            rows += measure(name, options)
+    finally:
+        # What was measured before an error or Ctrl-C is kept.
+        if save is not None:
+            save.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        if rows:
+            print_rows(rows, output)
 
 
 @app.command()

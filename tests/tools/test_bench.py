@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kernel_twins
+from bytefloor.cli import app
 from bytefloor.engine import loading
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.synthetic import SHAPES, Shape
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.tools import bench as bench_module
 from bytefloor.tools.bench import BenchOptions, bench, print_rows
+from tiny import build_tiny
 
 OPTIONS = BenchOptions(n_prompt=(30,), n_gen=6, depths=(0, 40), repeats=2)
 TINY = Shape("llama", 256, 512, 2, 8, 2, 64, 272, 256, False, {"rope.freq_base": 1e4})
@@ -85,3 +90,32 @@ def test_cpu_rows_come_from_the_reference_executor(monkeypatch: pytest.MonkeyPat
     assert len(rows) == 3
     assert all(row.tok_s > 0 and row.card == "cpu" for row in rows)
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_rows_measured_before_an_error_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    saved, broken = tmp_path / "rows.json", tmp_path / "nothing"
+    model = str(build_tiny("qwen3", tmp_path).directory)
+    arguments = [
+        "bench",
+        "-m",
+        model,
+        "-m",
+        str(broken),
+        "-p",
+        "2",
+        "-d",
+        "0",
+        "-n",
+        "2",
+        "-r",
+        "1",
+        "--save",
+        str(saved),
+    ]
+    result = CliRunner().invoke(app, [*arguments, "-o", "csv"])
+    assert result.exit_code == 2
+    assert str(broken) in result.output
+    rows = json.loads(saved.read_text())
+    assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(0, 2), (2, 0)]
+    assert result.stdout.count("qwen3") >= 2
