@@ -28,7 +28,7 @@ TENSORS = ["model.safetensors", "config.json", "tokenizer.json", "pytorch_model.
         (QUANTS, "m-BF16.gguf", ["m-BF16.gguf"]),
         (SHARDS, "Q8", ["Q8/m-Q8-*-of-*.gguf"]),
         (["best-of-all.gguf"], "", ["best-of-all.gguf"]),
-        (TENSORS, "", ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]),
+        (TENSORS, "", ["*.safetensors", "*.json", "*.jinja"]),
     ],
 )
 def test_download_takes_one_model_and_no_more(files: list[str], which: str, expected: list[str]) -> None:

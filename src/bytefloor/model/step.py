@@ -71,7 +71,6 @@ class OpCall:
     part: where in the model it stands (``layers.3.attention``), for profiles and for naming a wrong op.
     cache: the layer it reads or writes, for the ops that do.
     sizes: what each letter of the op's shapes is bound to.
-    replaces: for a fused call, the plain calls it stands for.
     """
 
     op: Op
@@ -81,7 +80,6 @@ class OpCall:
     output: Buffer | None
     sizes: Mapping[str, Axis]
     cache: CacheLayer | None = None
-    replaces: tuple[OpCall, ...] = ()
 
     @property
     def weights(self) -> tuple[Weight, ...]:

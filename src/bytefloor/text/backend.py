@@ -168,11 +168,11 @@ def _plain_ids(vocabulary: Vocabulary) -> dict[str, int]:
 def _known_merges(vocabulary: Vocabulary, merges: Iterable[str | Sequence[str]]) -> list[tuple[str, str]]:
     """The file's merges, less those that speak of tokens left out here."""
     ids = _plain_ids(vocabulary)
-    pairs = map(_pair, merges)
+    pairs = map(split_merge, merges)
     return [pair for pair in pairs if pair[0] in ids and pair[1] in ids and pair[0] + pair[1] in ids]
 
 
-def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
+def split_merge(merge: str | Sequence[str]) -> tuple[str, str]:
     """A merge as GGUF writes it ("left right"; left may itself begin with a space) or as a pair."""
     if not isinstance(merge, str):
         return merge[0], merge[1]

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from bytefloor.errors import FileError, UnsupportedError
-from bytefloor.text.backend import UNKNOWN_NAME
+from bytefloor.text.backend import UNKNOWN_NAME, split_merge
 from bytefloor.text.ingredients import Ingredients, ids_in
 from bytefloor.text.vocabulary import Kind, Vocabulary, settled_kind
 
@@ -79,7 +79,7 @@ def _backend(spec: dict[str, Any], vocabulary: Vocabulary) -> Backend:
     # Ordinary added tokens enter the model's vocabulary, so that they keep their ids although others are gone.
     added = [t for t in spec.get("added_tokens") or [] if vocabulary.kinds[t["id"]] == Kind.USER_DEFINED]
     kept |= {token["content"]: token["id"] for token in added}
-    merges = [pair for pair in map(_pair, model.get("merges") or []) if {*pair, "".join(pair)} <= kept.keys()]
+    merges = [pair for pair in map(split_merge, model.get("merges") or []) if {*pair, "".join(pair)} <= kept.keys()]
     unknown = model.get("unk_token")
     trimmed = {**model, "vocab": kept, "merges": merges, "unk_token": unknown if unknown in kept else None}
     if unknown in model["vocab"] and unknown not in kept:
@@ -177,13 +177,6 @@ def _named_id(vocabulary: Vocabulary, token: Any, fallback: Any) -> int | None:
 
 def _first(config: Mapping[str, Any], text_config: Mapping[str, Any], key: str) -> Any:
     return config[key] if config.get(key) is not None else text_config.get(key)
-
-
-def _pair(merge: Any) -> tuple[str, str]:
-    if isinstance(merge, str):
-        left, _, right = merge.partition(" ")
-        return left, right
-    return merge[0], merge[1]
 
 
 def _json(path: Path) -> dict[str, Any]:

