@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import Shape, checkpoint_of
-from bytefloor.errors import UnsupportedError
+from bytefloor.errors import FileError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
@@ -42,7 +43,7 @@ SHAPES = {
 IDS = torch.randint(0, 270, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 TIES = 1e-2
 """What keys and values at the border of two bf16 values may do to logits."""
-Make = Callable[[Step], DeviceExecutor]
+Make = Callable[..., DeviceExecutor]
 
 
 @pytest.fixture
@@ -50,8 +51,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     twins = TwinDevice()
     twins.install(monkeypatch)
 
-    def make_executor(step: Step) -> DeviceExecutor:
-        executor = DeviceExecutor(step, CachePlan(128, 100), device="cpu", banned_ids=frozenset({3}))
+    def make_executor(step: Step, banned: frozenset[int] = frozenset()) -> DeviceExecutor:
+        executor = DeviceExecutor(step, CachePlan(128, 100), device="cpu", banned_ids=banned)
         twins.know(executor)
         executor.poison()
         return executor
@@ -102,12 +103,13 @@ def test_prompts_equal_the_reference(make: Make, step: Step) -> None:
 
 
 def test_tokens_fed_back_equal_those_of_the_host_and_none_is_banned(make: Make, step: Step) -> None:
-    executor = make(step)
+    best = int(rows_of(make(step), [5], 1)[0].argmax())
+    executor = make(step, frozenset({best}))
     cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
     batch = Batch()
     cache.append_rows(batch, [5], [0], n_reserved=60)
     fed_back = executor.decode_greedy(batch, 50).tolist()
-    banned = torch.arange(step.logits.shape[-1]) == 3
+    banned = torch.arange(step.logits.shape[-1]) == best
     token, by_host = 5, []
     again = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
     for _ in range(50):
@@ -153,4 +155,25 @@ def test_several_sequences_and_models_without_kernels_are_refused(make: Make, st
         executor.run(batch)
     model = load_model(open_checkpoint(build_tiny("gemma4-e", tmp_path).directory))
     with pytest.raises(UnsupportedError, match="where the one-row list expects"):
+        make(build_step(model.config, model.weights, ROUNDING))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "at"), [("blk.0.ffn_up.weight", "blocks", (0, 1)), ("blk.1.ffn_norm.weight", "values", (0,))]
+)
+def test_a_value_that_is_not_finite_is_refused_with_its_tensors_name(
+    make: Make, name: str, part: str, at: tuple[int, ...]
+) -> None:
+    """N06: also the second matrix of a pair that is packed as one, and vectors."""
+    checkpoint = checkpoint_of("llama", SHAPES["llama"], "Q4_K_M", "cpu")
+    found = checkpoint.tensors[name]
+
+    def read() -> dict[str, Tensor]:
+        parts = {key: value.clone() for key, value in found.read().items()}
+        parts[part][at] = 0x7E if part == "blocks" else torch.nan  # the high byte of a fp16 scale
+        return parts
+
+    broken = replace(checkpoint, tensors={**checkpoint.tensors, name: replace(found, read=read)})
+    model = load_model(broken)
+    with pytest.raises(FileError, match=rf"{name}.*(not finite|NaN)"):
         make(build_step(model.config, model.weights, ROUNDING))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.reference import refuse_not_finite
-from bytefloor.errors import UnsupportedError
+from bytefloor.errors import BytefloorError, UnsupportedError
 from bytefloor.formats import stream
 from bytefloor.model.fuse import Fused, FusedEmbed, FusedProduct
 from bytefloor.model.step import OpCall
@@ -137,5 +137,8 @@ def _refuse_bad_values(weight: Weight, parts: dict[str, Tensor]) -> None:
     n_rows = next(iter(parts.values())).shape[0]
     step = max(1, CHECKED_VALUES // weight.shape[1])
     for start in range(0, n_rows, step):
-        values = record.decode({name: part[start : start + step] for name, part in parts.items()})
+        try:
+            values = record.decode({name: part[start : start + step] for name, part in parts.items()})
+        except BytefloorError as error:
+            raise type(error)(f"tensor {weight.stored.name}, rows from {start}: {error}") from None
         refuse_not_finite(weight, values)
