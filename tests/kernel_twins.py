@@ -117,26 +117,19 @@ class TwinKernel:
 
     def product(
         self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,
-        norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, codes: Tensor | None,
-        scales: Tensor | None, counters: Tensor | None,
+        norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor,
+        state: Tensor,
     ) -> None:  # fmt: skip
-        k, n = self.n("K"), self.n("N")
-        if self.n("CODES"):
-            assert codes is not None
-            assert scales is not None
-            whole = codes.view(2, k)[0].float() * 256 + codes.view(2, k)[1].float()
-            x = (whole.view(-1, 32) * scales.view(-1, 4)[:, :1]).flatten()
-        else:
-            x = round_to(self._input(x_in, delta, post, norm, scalar, x_out), "int16_g32")
+        n = self.n("N")
+        x = round_to(self._input(x_in, delta, post, norm, scalar, x_out), "int16_g32")
         weights = [self.matrix(w)[: self._rows(i)] for i, w in enumerate((w0, w1, w2)) if w is not None]
         result = torch.cat(weights) @ x
         assert result.shape[0] == n
         if self.n("GLU"):
             activation = {1: "silu", 2: "gelu_tanh"}[self.n("GLU")]
-            h = OPS["glu"].reference(result[0::2], result[1::2], activation)
-            self._leave_codes(h, codes, scales)
+            y.copy_(OPS["glu"].reference(result[0::2], result[1::2], activation))
         else:
-            planes = y.view(self.n("PLANES"), n)
+            planes = y.view(self.n("PARTS"), n)
             planes.zero_()
             planes[0] = result
 
@@ -155,24 +148,13 @@ class TwinKernel:
             x_out.copy_(x)
         return OPS["rms_norm"].reference(x, eps, norm)
 
-    @staticmethod
-    def _leave_codes(h: Tensor, codes: Tensor | None, scales: Tensor | None) -> None:
-        assert codes is not None
-        assert scales is not None
-        groups = h.view(-1, 32)
-        scale = groups.abs().amax(1, keepdim=True) / 32512
-        whole = torch.where(scale > 0, groups / scale, 0).round().int()
-        high = (whole + 128) >> 8
-        codes.view(2, -1).copy_(torch.stack((high.flatten(), (whole - 256 * high).flatten())).to(torch.int8))
-        sums = whole.view(-1, 2, 16).sum(2) * scale
-        scales.view(-1, 4).copy_(torch.cat((scale, sums, torch.zeros_like(scale)), dim=1))
-
     def attention(
         self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, frequencies: Tensor | None, cache: Tensor,
-        table: Tensor, n_table: int, state: Tensor, parts: Tensor, sums: Tensor, counters: Tensor, out: Tensor,
+        table: Tensor, n_table: int, state: Tensor, parts: Tensor, sums: Tensor, call: int, n_calls: int, out: Tensor,
     ) -> None:  # fmt: skip
         e, n_heads, j = self.n("E"), self.n("H"), self.n("J")
         assert table.shape[0] == n_table
+        assert 0 <= call < n_calls
         assert cache.shape[2:] == (j, self.n("PAGE"), e)
         heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
         q, k = heads[:n_heads], heads[n_heads : n_heads + j]
@@ -181,7 +163,7 @@ class TwinKernel:
             q, k = (OPS["rms_norm"].reference(x, self.f("EPS"), w) for x, w in ((q, q_weight), (k, k_weight)))
         if self.n("V_NORM"):
             v = OPS["rms_norm"].reference(v, self.f("EPS"))
-        position = state[1:].long()
+        position = state[1:2].long()
         if self.n("ROPE"):
             assert frequencies is not None
             style, turns = {1: "split", 2: "interleaved"}[self.n("ROPE")], frequencies.tolist()
@@ -201,4 +183,4 @@ class TwinKernel:
         best = int(out.masked_fill(banned.bool(), float("-inf")).argmax())
         history[int(state[1])] = best
         state[0] = best
-        state[1] += 1
+        state[1:] += 1

@@ -32,13 +32,13 @@ def test_packed_bytes_are_what_the_form_says(name: str, k: int) -> None:
 
 
 def low_codes(packed: torch.Tensor, row: int, column: int, columns: int) -> int:
-    """The low four bits of a code: record by tile and column, step of 64, lane of row and half, word and nibble."""
+    """The low four bits of a code: record by tile and column, step of 64, lane of row and eight, word and nibble."""
     record = packed[row // 16, column // columns]
     inner = column % columns
-    step, lane, element = inner // 64, 2 * (row % 16) + inner % 64 // 32, inner % 32
-    run = element // 4
-    byte = int(record[(step * 32 + lane) * 16 + run // 2 * 4 + element % 4])
-    return byte >> 4 if run % 2 else byte & 15
+    step, group, lane, element = inner // 64, inner % 64 // 32, 4 * (row % 8) + inner % 32 // 8, inner % 8
+    word = 2 * group + row % 16 // 8
+    byte = int(record[(step * 32 + lane) * 16 + word * 4 + element % 4])
+    return byte >> 4 if element >= 4 else byte & 15
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q4_0", "Q4_1"])

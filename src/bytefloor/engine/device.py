@@ -97,7 +97,7 @@ class DeviceExecutor:
             device=self.device,
             pools={kind.name: self._pool(kind) for kind in self.step.kinds},
             tables=tables,
-            state=self._ints(2),
+            state=torch.tensor([0, 0, 1], dtype=torch.int32, device=self.device),
             history=self._ints(self.plan.capacity + 1),
             banned=banned.to(self.device),
             logits=torch.zeros(v, device=self.device),
@@ -128,7 +128,7 @@ class DeviceExecutor:
     def _set_state(self, token: int, position: int) -> None:
         self._stream.synchronize()
         self._host_state[0], self._host_state[1] = token, position
-        self._memory.state.copy_(self._host_state, non_blocking=True)
+        self._memory.state[:2].copy_(self._host_state, non_blocking=True)
 
     def _prepare(self, batch: Batch) -> None:
         """Pages that must be copied before they are written, and the tables where they changed."""
@@ -197,12 +197,16 @@ class DeviceExecutor:
         torch.cuda.synchronize(self.device)
         return elapsed / n * 1e6
 
-    def poison(self, value: float = float("nan")) -> None:
-        """Fill the cache and every float that a step writes: a test's way to see what is read before it is written."""
+    def poison(self) -> None:
+        """NaN in the cache and every float that a step writes: a test's way to see what is read before it is written.
+
+        With the parity of the last step, so that none passes for written in the next, see ops/handover.cuh.
+        """
+        nan = 0x7FC00000 | (int(self._memory.state[2]) - 1) % 2
         for pool in self.pools.values():
-            pool.fill_(value)
+            pool.fill_(float("nan"))
         for buffer in (*self._written, self._memory.logits):
-            buffer.fill_(value)
+            buffer.view(torch.int32).fill_(nan)
 
 
 def check_list(step: Step) -> None:

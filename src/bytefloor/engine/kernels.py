@@ -14,7 +14,7 @@ from typing import Any
 from bytefloor.errors import KernelError
 
 SOURCES = Path(__file__).resolve().parent.parent / "ops"
-HEADERS = ("stream.cuh", "ring.cuh")
+HEADERS = ("stream.cuh", "ring.cuh", "handover.cuh")
 ARCHITECTURES = ("sm_90a", "sm_100a")
 """Those with bulk copies into shared memory, and with enough of it for two products on a multiprocessor (227 KB)."""
 
@@ -120,8 +120,14 @@ class Kernel:
         self._module = ObjectCode.from_cubin(code)
         loaded = self._module.get_kernel(kernel.name)
         self._function = _checked(driver.cuKernelGetFunction(loaded.handle), kernel.name)
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, kernel.shared_bytes), kernel.name)
+        attributes = driver.CUfunction_attribute
+        for attribute, value in (
+            (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes),
+            # All of it, for every kernel: a multiprocessor that must change the split between shared memory and cache
+            # drains first, and then the kernels of a chain no longer overlap.
+            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+        ):
+            _checked(driver.cuFuncSetAttribute(self._function, attribute, value), kernel.name)
 
     def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
         """arguments: tensors become pointers, None a null pointer, int a 32-bit int.

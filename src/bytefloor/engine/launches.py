@@ -10,18 +10,24 @@ from bytefloor.errors import UnsupportedError
 from bytefloor.formats.stream import ROWS, StreamForm
 from bytefloor.model.fuse import FusedAttention, FusedProduct
 
-WARPS = 8
-MOST_HEADS = WARPS
-"""Query heads of an attention block: a warp does the softmax of one."""
-PRODUCT_THREADS = WARPS * 32 + 32
-ATTENTION_THREADS = 256
-SHARED_BYTES = 113 * 1024
-"""Half a multiprocessor's shared memory on sm_90: the next kernel of the chain must fit beside this one."""
-MOST_SLOTS = 12
-MOST_TILES = 24
-"""Row tiles a block sums in shared memory; a product with more of them takes more blocks."""
-RUNS_ON_DEVICE = 264
-"""Runs of the cache band that an attention kernel is cut into at most, over all KV heads: two a multiprocessor."""
+PRODUCT_WARPS = 16
+SLOT_RECORDS = 4
+"""Records of a slot of a product's ring: one for each warp of a group."""
+MOST_HEADS = 16
+"""Query heads of an attention block: the columns of two tensor core operations."""
+ATTENTION_WARPS = 8
+SHARED_BYTES = 115200
+"""Less than half the shared memory of a multiprocessor of sm_90: the next kernel of the chain must fit beside this."""
+ALONE_BYTES = 115840
+"""More than half: no two blocks of such a kernel on one multiprocessor, though it fits beside its neighbours."""
+MOST_SLOTS = 24
+MOST_STAGES = 3
+MOST_COLUMNS = 4096
+"""Of a part, where a product may be split: more of them take long to prepare in every block."""
+ITEMS_A_BLOCK = 3
+"""Fewer leave blocks waiting for the last one."""
+POSITIONS_A_RUN = {False: 128, True: 64}
+"""What an attention block is started for at least, by whether heads are 256 or wider: below, merging costs more."""
 
 
 @dataclass(frozen=True)
@@ -41,112 +47,116 @@ class ProductLaunch:
     planes: int
 
 
-def unit_ranges(n_units: int, granule: int, n_blocks: int) -> list[tuple[int, int]]:
-    """The units of each block, as the kernel works them out."""
-    granules = n_units // granule
-    return [(granules * b // n_blocks * granule, granules * (b + 1) // n_blocks * granule) for b in range(n_blocks)]
-
-
-def count_planes(n_units: int, units_a_tile: int, ranges: list[tuple[int, int]]) -> int:
-    """The most blocks that share one row tile."""
-    touched: dict[int, int] = {}
-    for begin, end in ranges:
-        if end > begin:
-            for tile in {begin // units_a_tile, (end - 1) // units_a_tile}:
-                touched[tile] = touched.get(tile, 0) + 1
-    return max(touched.values())
+def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) -> int:
+    """Into how many parts the columns are split: few, of no more columns than a block should prepare."""
+    whole = [p for p in range(1, n_records + 1) if n_records % p == 0]
+    fitting = [p for p in whole if k // p <= MOST_COLUMNS] or whole[-1:]
+    wanted = [p for p in fitting if n_tiles * p >= ITEMS_A_BLOCK * n_multiprocessors]
+    enough = [p for p in wanted if n_records // p >= SLOT_RECORDS * 2]
+    return (enough or fitting)[0]
 
 
 def plan_product(
-    fused: FusedProduct,
-    segments: list[Segment],
-    k: int,
-    delta_planes: int,
-    eps: float,
-    n_multiprocessors: int,
-    takes_codes: bool = False,
+    fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, n_multiprocessors: int
 ) -> ProductLaunch:
-    """Grid and constants of a product. Blocks share the records evenly, to the record, or to the tile with GLU."""
+    """Grid, ring and constants of a product."""
     columns = segments[0].form.columns
     if any(segment.form.columns != columns for segment in segments):
         names = ", ".join(segment.form.name for segment in segments)
         raise UnsupportedError(f"{fused.part}: no kernel for products of {names} in one launch")
-    units_a_tile = k // columns
     n = sum(segment.n for segment in segments)
-    if fused.glu is not None and n % 64:
-        raise UnsupportedError(f"{fused.part}: {n // 2} outputs of the GLU are not whole groups of 32")
-    n_units = n // ROWS * units_a_tile
-    granule = units_a_tile if fused.glu is not None else 1
-    wanted = n_units // granule if granule > 1 else ceil_div(n_units, WARPS)
-    n_blocks = min(n_multiprocessors, wanted)
-    while _most_tiles(ranges := unit_ranges(n_units, granule, n_blocks), units_a_tile) > MOST_TILES:
-        n_blocks += n_multiprocessors
-    planes = 1 if fused.glu is not None else count_planes(n_units, units_a_tile, ranges)
-    tiles = _most_tiles(ranges, units_a_tile)
+    n_tiles = n // ROWS
+    # Norms need all columns in every block.
+    parts = 1 if fused.norm is not None else count_parts(k // columns, k, n_tiles, n_multiprocessors)
+    part_columns, n_records = k // parts, k // columns // parts
+    blocks_a_part = max(1, min(n_multiprocessors // parts, n_tiles))
     record_bytes = max(segment.form.record_bytes for segment in segments)
-    fixed = 2 * k + k // 32 * 16 + tiles * WARPS * ROWS * 4 + 2 * WARPS * 4
-    n_slots = min(MOST_SLOTS, (SHARED_BYTES - fixed) // (WARPS * record_bytes + 16))
-    if n_slots < 2:
+    slots_an_item = ceil_div(n_records, SLOT_RECORDS)
+    groups = PRODUCT_WARPS // SLOT_RECORDS
+
+    def shared_bytes(n_slots: int) -> int:
+        buffers = ceil_div(n_slots, slots_an_item) + 2
+        activations = 2 * part_columns + part_columns // 32 * 16
+        ring = n_slots * (SLOT_RECORDS * record_bytes + 24)
+        return ring + activations + buffers * (n_records * ROWS * 4 + 20) + 2 * PRODUCT_WARPS * 4
+
+    fitting = [n for n in range(groups, MOST_SLOTS + 1) if shared_bytes(n) <= SHARED_BYTES]
+    if not fitting:
         raise UnsupportedError(f"{fused.part}: a product over {k} columns leaves no room for a ring of weights")
+    n_slots = fitting[-1]
+    shared = shared_bytes(n_slots)
+    if fused.norm is None and fused.glu is None:
+        # After attention, which leaves some multiprocessors empty, two blocks would settle on one and none on another.
+        shared = max(shared, ALONE_BYTES)
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
     kernel = spec(
         "product",
-        PRODUCT_THREADS,
-        n_slots * (WARPS * record_bytes + 16) + fixed,
+        PRODUCT_WARPS * 32 + 64,
+        shared,
         SEGMENTS=" ".join(f"S({segment.form.name}, {segment.n // ROWS})" for segment in segments),
         COLUMNS=columns,
         RECORD_BYTES=record_bytes,
-        K=k,
+        WARPS=PRODUCT_WARPS,
+        K=part_columns,
+        PARTS=parts,
         N=n,
         NORM=fused.norm is not None,
         POST_NORM=fused.post_norm is not None,
         DELTA_PLANES=delta_planes,
         SCALAR=fused.scalar is not None,
-        CODES=takes_codes,
         GLU=activation,
-        PLANES=planes,
-        TILES_PER_BLOCK=tiles,
         SLOTS=n_slots,
+        BUFFERS=ceil_div(n_slots, slots_an_item) + 2,
+        BLOCKS=blocks_a_part * parts,
+        STATIC_ITEMS=min(n_slots // slots_an_item, n_tiles // blocks_a_part),
+        INTERLEAVE=4 if fused.glu is not None and n_tiles % 4 == 0 else 1,
         EPS=float(eps),
     )
-    return ProductLaunch(kernel, n_blocks, planes)
-
-
-def _most_tiles(ranges: list[tuple[int, int]], units_a_tile: int) -> int:
-    return max((end - 1) // units_a_tile - begin // units_a_tile + 1 for begin, end in ranges if end > begin)
+    return ProductLaunch(kernel, blocks_a_part * parts, parts)
 
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """max_runs by n_head_groups blocks; parts: floats of scratch that runs are merged from."""
+    """n_head_groups by max_runs blocks; n_parts, n_sums: tagged values that runs are merged from."""
 
     kernel: KernelSpec
     max_runs: int
     n_head_groups: int
-    part_floats: int
+    n_parts: int
+    n_sums: int
 
 
-def plan_attention(fused: FusedAttention, n_heads: int, planes_in: int, eps: float, plan: CachePlan) -> AttentionLaunch:
-    """Heads a block, tile and stages so that the tiles fit in shared memory."""
+def plan_attention(
+    fused: FusedAttention, n_heads: int, planes_in: int, eps: float, plan: CachePlan, n_multiprocessors: int
+) -> AttentionLaunch:
+    """Heads a block, tile and stages so that the tiles fit in shared memory.
+
+    Runs wait for each other when they are merged, so no more are planned than are on the device at once.
+    """
     kind = fused.cache.kind
     e, j = kind.head_size, kind.n_kv_heads
     group = n_heads // j
-    heads = next(h for h in ((4, 2, 1) if e > 256 else (8, 7, 6, 5, 4, 3, 2, 1)) if group % h == 0)
-    if e % 16:
+    heads = next(h for h in range(MOST_HEADS, 0, -1) if group % h == 0)
+    if e % 16 or e > 512:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
-    tile, stages = (32, 2) if e > 256 else (64, 1) if e > 128 else (64, 2)
+    tile = 16 if e > 256 else 32 if e > 128 else 64
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
-    max_runs = max(1, RUNS_ON_DEVICE // (j * (group // heads)))
-    max_runs = min(max_runs, 64 if e > 256 else 128, ceil_div(plan.capacity, tile) + 1)
-    tiles_bytes = stages * 2 * tile * (e + 8) * 2
-    sums_bytes = ATTENTION_THREADS // (e // 8) * heads * e * 4
-    shared = max(tiles_bytes, sums_bytes) + heads * ceil_div(e, 64) * 256 + 2 * e * 4 + 8 * tile * 4 + heads * 4
+    columns, parts = ceil_div(heads, 8), ATTENTION_WARPS // (tile // 16)
+    stage_bytes = 2 * tile * (e + 8) * 2
+    fixed = max(parts * columns * 8 * (tile + 4) * 4, e * 4) + 2 * e * 4
+    stages = min(MOST_STAGES, (SHARED_BYTES - fixed) // stage_bytes)
+    shared = stages * stage_bytes + fixed
+    # Of a wide head one block a multiprocessor: its parts are long, and two of them cost more than they fetch sooner.
+    on_device = n_multiprocessors * (1 if e > 256 else min(2, SHARED_BYTES * 2 // (shared + 1024)))
+    n_groups = n_heads // heads
+    longest = min(plan.capacity, kind.window + tile) if kind.window else plan.capacity
+    max_runs = max(1, min(on_device // n_groups, ceil_div(longest, tile) + 1))
     n_in = (n_heads + (j if fused.owns_kv else 0) + (j if fused.owns_kv and not fused.has_v_from_k else 0)) * e
     rope = {None: 0, "split": 1, "interleaved": 2}[fused.rope.attributes["style"] if fused.rope else None]
     kernel = spec(
         "attention",
-        ATTENTION_THREADS,
+        ATTENTION_WARPS * 32,
         shared,
         E=e,
         H=n_heads,
@@ -157,6 +167,7 @@ def plan_attention(fused: FusedAttention, n_heads: int, planes_in: int, eps: flo
         TILE=tile,
         STAGES=stages,
         MAX_RUNS=max_runs,
+        MIN_TILES=ceil_div(POSITIONS_A_RUN[e >= 256], tile),
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,
@@ -167,5 +178,5 @@ def plan_attention(fused: FusedAttention, n_heads: int, planes_in: int, eps: flo
         SCALE=float(fused.attention.attributes["scale"]),
         EPS=float(eps),
     )
-    n_groups = n_heads // heads
-    return AttentionLaunch(kernel, max_runs, n_groups, n_groups * max_runs * heads * e)
+    n_runs = n_groups * max_runs
+    return AttentionLaunch(kernel, max_runs, n_groups, n_runs * heads * e, n_runs * heads * 2)

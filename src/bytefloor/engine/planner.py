@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import MOST_HEADS, AttentionLaunch, Segment, plan_attention, plan_product
+from bytefloor.engine.launches import AttentionLaunch, Segment, plan_attention, plan_product
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedProduct
 from bytefloor.model.step import OpCall
@@ -36,8 +36,8 @@ class Launch:
 class DeviceMemory:
     """What a token reads and writes beside its weights.
 
-    pools, tables: of each cache kind. state: token and position, int32 [2]. history: the token at each position.
-    banned: uint8 [V]. logits: float32 [V].
+    pools, tables: of each cache kind. state: token, position and number of the step, int32 [3]. history: the token at
+    each position. banned: uint8 [V]. logits: float32 [V].
     """
 
     plan: CachePlan
@@ -59,22 +59,24 @@ class LaunchPlanner:
         self.n_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
         width = fused[0].replaces[0].sizes["D"]
         assert isinstance(width, int)
-        # A kernel reads one residual while its first block writes the next: two, by turns.
-        self.residuals = [self._floats(width), self._floats(width)]
+        # Every buffer that one kernel hands to another is written once a step: see ops/handover.cuh.
+        self.residual = self._floats(width)
         self.result: Tensor | None = None
         self.planes = 1
-        # Codes, scales and counters of the GLU that the next product takes, if that is what comes next.
-        self.codes: tuple[Tensor, Tensor, Tensor] | None = None
         plans = self._attention_plans()
-        # Attention's scratch is shared by all layers and as large as the largest needs.
-        self.counters = self._ints(max(plan.n_head_groups for plan in plans))
-        self.parts = self._floats(max(plan.part_floats for plan in plans))
-        self.part_sums = self._floats(max(plan.n_head_groups * plan.max_runs * 2 * MOST_HEADS for plan in plans))
+        # Attention's scratch is shared by all layers and as large as the largest needs; tags tell the layers apart.
+        self.parts = self._longs(max(plan.n_parts for plan in plans))
+        self.part_sums = self._longs(max(plan.n_sums for plan in plans))
+        self.n_attention = len(plans)
+        self.attention_calls = 0
         self.frequencies: dict[tuple[float, ...], Tensor] = {}
 
     def _floats(self, n: int) -> Tensor:
         self.written.append(torch.zeros(n, dtype=torch.float32, device=self.memory.device))
         return self.written[-1]
+
+    def _longs(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.int64, device=self.memory.device)
 
     def _ints(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int32, device=self.memory.device)
@@ -86,7 +88,11 @@ class LaunchPlanner:
     def _attention_plans(self) -> list[AttentionLaunch]:
         """Of all layers; their scratch does not depend on planes or eps."""
         layers = [fused for fused in self.fused if isinstance(fused, FusedAttention)]
-        return [plan_attention(fused, self._n_heads(fused), 1, 1.0, self.memory.plan) for fused in layers]
+        return [self._plan_attention(fused, 1, 1.0) for fused in layers]
+
+    def _plan_attention(self, fused: FusedAttention, planes_in: int, eps: float) -> AttentionLaunch:
+        n_heads, plan = self._n_heads(fused), self.memory.plan
+        return plan_attention(fused, n_heads, planes_in, eps, plan, self.n_multiprocessors)
 
     @staticmethod
     def _n_heads(fused: FusedAttention) -> int:
@@ -116,7 +122,7 @@ class LaunchPlanner:
         form = self.weights.form_of(table)
         kernel = spec("embed", EMBED_THREADS, FORM=form.name, D=d, V=v, SCALE=float(fused.call.attributes["scale"]))
         grid = (-(-d // EMBED_THREADS), 1)
-        return Launch("embedding", kernel, grid, (self.weights.packed(table), self.memory.state, self.residuals[0]))
+        return Launch("embedding", kernel, grid, (self.weights.packed(table), self.memory.state, self.residual))
 
     def _product(self, fused: FusedProduct) -> Launch:
         weights = [matrix(call) for call in fused.products]
@@ -131,45 +137,33 @@ class LaunchPlanner:
             packed = [self.weights.packed(weight) for weight in weights]
         eps = fused.norm.attributes["eps"] if fused.norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
-        takes_codes = self.codes is not None
-        plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors, takes_codes)
+        plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors)
         n_out = sum(segment.n for segment in segments) // (2 if fused.glu is not None else 1)
         out = self._floats(plan.planes * n_out)
-        x_in = self.residuals[0] if fused.norm is not None else self.result
+        residual = self._floats(k) if fused.has_delta else None
         arguments = (
             *packed,
             *[None] * (3 - len(packed)),
-            x_in,
+            self.residual if fused.norm is not None else self.result,
             self.result if fused.has_delta else None,
             self._norm_weight(fused.post_norm),
             self._norm_weight(fused.norm),
             self._vector(fused.scalar),
-            self.residuals[1] if fused.has_delta else None,
+            residual,
             out,
-            *self._codes_of(fused, n_out),
+            self._ints(plan.planes),
+            self.memory.state,
         )
-        if fused.has_delta:
-            self.residuals.reverse()
+        self.residual = residual if residual is not None else self.residual
         self.result, self.planes = out, plan.planes
         return Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments)
-
-    def _codes_of(self, fused: FusedProduct, n_out: int) -> tuple[Tensor | None, ...]:
-        """Where a GLU leaves its codes, or where a product finds those of the last one."""
-        if fused.glu is None:
-            found, self.codes = self.codes, None
-            return found or (None, None, None)
-        codes = torch.zeros(2 * n_out, dtype=torch.int8, device=self.memory.device)
-        counters = self._ints(n_out // 32)
-        self.codes = (codes, self._floats(n_out // 32 * 4), counters)
-        return self.codes
 
     def _attention(self, fused: FusedAttention) -> Launch:
         norm = fused.q_norm or fused.v_norm
         eps = norm.attributes["eps"] if norm is not None else 0.0
-        n_heads = self._n_heads(fused)
-        plan = plan_attention(fused, n_heads, self.planes, eps, self.memory.plan)
+        plan = self._plan_attention(fused, self.planes, eps)
         kind = fused.cache.kind
-        out = self._floats(n_heads * kind.head_size)
+        out = self._floats(self._n_heads(fused) * kind.head_size)
         table = self.memory.tables[kind.name]
         arguments = (
             self.result,
@@ -182,11 +176,13 @@ class LaunchPlanner:
             self.memory.state,
             self.parts,
             self.part_sums,
-            self.counters,
+            self.attention_calls,
+            self.n_attention,
             out,
         )
+        self.attention_calls += 1
         self.result, self.planes = out, 1
-        return Launch(fused.part, plan.kernel, (plan.max_runs, plan.n_head_groups), arguments)
+        return Launch(fused.part, plan.kernel, (plan.n_head_groups, plan.max_runs), arguments)
 
     def _rope(self, fused: FusedAttention) -> Tensor | None:
         if fused.rope is None:

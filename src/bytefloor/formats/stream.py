@@ -4,12 +4,12 @@ The unit is a *record* of 16 rows by ``columns`` columns, a multiple of 16 bytes
 Records of a row tile are contiguous along K, tiles follow each other, so any run of records is one run of bytes and one
 bulk copy fetches it. Nothing depends on the number of multiprocessors.
 
-Lane l of the warp owns row l // 2 and, of every 64 columns (a *step*), the group of 32 that begins at 32 (l % 2). So a
-lane meets whole groups of its own row only, and one shuffle at the very end adds two lanes.
+Tensor cores multiply 16 rows by 32 columns. Of each group of 32 columns, lane 4 g + t of the warp owns elements 8t to
+8t + 7 of rows g and g + 8. A *step* is two groups, 64 columns: sixteen bytes of 4-bit codes a lane. A *set* is the up
+to four groups of which lane t of each four scales the t-th.
 
-Codes of a group are 16 bytes: the low nibbles of word j are elements 8j .. 8j + 3, its high nibbles 8j + 4 .. 8j + 7,
-which a mask and a shift turn into bytes for a 4-way dot product. Wider codes keep their upper bits in planes of their
-own.
+A word holds eight 4-bit codes: its low nibbles are elements 0 to 3, its high nibbles 4 to 7, so that a mask and a shift
+give the bytes that a tensor core takes. Wider codes keep their upper bits in planes of their own.
 
 Packing loses nothing: the kernel ``ops/unpack.cu`` gives back the same float32 values, bit for bit.
 """
@@ -64,37 +64,42 @@ def choose(format_name: str, n: int, k: int) -> StreamForm:
     raise UnsupportedError(f"{format_name} has no stream form yet")
 
 
-def _lanes(groups: Tensor, steps: int) -> Tensor:
-    """[N, K / 32, ...] -> [tiles, K / columns, steps, 32 lanes, ...]: lane = 2 row + group parity."""
-    n, per_row = groups.shape[:2]
-    tail = groups.shape[2:]
-    split = groups.view(n // ROWS, ROWS, per_row // (2 * steps), steps, 2, *tail)
-    order = (0, 2, 3, 1, 4, *range(5, 5 + len(tail)))
-    return split.permute(order).reshape(n // ROWS, per_row // (2 * steps), steps, 32, *tail)
+def _per_lane(codes: Tensor, steps: int) -> Tensor:
+    """[N, K / 32, 32] -> [tiles, records, steps, 32 lanes, 2 groups, 2 rows, 8]: what each lane owns of every step."""
+    n, per_row, _ = codes.shape
+    split = codes.reshape(n // ROWS, 2, 8, per_row // (2 * steps), steps, 2, 4, 8)
+    return split.permute(0, 3, 4, 2, 6, 5, 1, 7).flatten(3, 4)
 
 
-def _low_nibbles(codes: Tensor) -> Tensor:
-    """uint8 [..., 32] codes -> uint8 [..., 16]: their low four bits in the word order above."""
-    low = (codes & 15).unflatten(-1, (4, 2, 4))
-    return (low[..., 0, :] | low[..., 1, :] << 4).flatten(-2)
+def _per_set(scales: Tensor, groups: int) -> Tensor:
+    """uint8 [N, K / 32, bytes] -> [tiles, sets, 8 g, groups, 2 rows, bytes]: lane 4 g + t scales group t of a set."""
+    n, per_row, n_bytes = scales.shape
+    split = scales.reshape(n // ROWS, 2, 8, per_row // groups, groups, n_bytes)
+    return split.permute(0, 3, 2, 4, 1, 5)
+
+
+def _low_nibbles(owned: Tensor) -> Tensor:
+    """uint8 [..., 8] codes -> uint8 [..., 4]: their low four bits in the word order above."""
+    low = (owned & 15).unflatten(-1, (2, 4))
+    return low[..., 0, :] | low[..., 1, :] << 4
 
 
 def _bit_plane(bits: Tensor) -> Tensor:
-    """uint8 [..., 32] of single bits -> uint8 [..., 4]: bit b of byte j is that of element 8 (b // 2) + 4 (b % 2) + j.
+    """Single bits as lanes own them, [..., 2 groups, 2 rows, 8] -> uint8 [..., 4]: a word for each step and lane.
 
-    So a word shifted right by b and masked with 0x01010101 gives, in byte order, the bits of elements that share the
-    b-th run of four: runs of word j of the nibbles are b = 2j (low) and 2j + 1 (high).
+    Bit b of byte j is that of element 4 h + j, b = 4 group + 2 row + h: shifted right by b and masked with 0x01010101
+    the word gives, in byte order, the bits of the four elements that are one register of a tensor core.
     """
-    runs = bits.unflatten(-1, (8, 4))
+    runs = bits.unflatten(-1, (2, 4)).flatten(-4, -2)
     weights = torch.tensor([1 << b for b in range(8)], dtype=torch.uint8, device=bits.device)
     return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8)
 
 
 def _crumb_planes(upper: Tensor) -> Tensor:
-    """uint8 [..., 32] of 2-bit values -> uint8 [..., 8]: two words, runs 0 to 3 and 4 to 7, two bits each."""
-    runs = upper.unflatten(-1, (2, 4, 4))
+    """The same for 2-bit values: uint8 [..., 2 groups, 4], a word for each group, two bits at 2 b, b = 2 row + h."""
+    runs = upper.unflatten(-1, (2, 4)).flatten(-3, -2)
     weights = torch.tensor([1 << 2 * b for b in range(4)], dtype=torch.uint8, device=upper.device)
-    return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8).flatten(-2)
+    return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8)
 
 
 def _join(*planes: Tensor) -> Tensor:
@@ -118,13 +123,15 @@ def _scales_4_and_5(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_row(super_scales: Tensor) -> Tensor:
-    """uint8 [N, K / 256, bytes] -> [tiles, K / 256, 16, bytes]."""
-    return super_scales.unflatten(0, (-1, ROWS)).permute(0, 2, 1, 3)
+    """uint8 [N, K / 256, bytes] -> [tiles, K / 256, 8 g, 2 rows, bytes]."""
+    split = super_scales.unflatten(0, (-1, 2, 8))
+    return split.permute(0, 3, 2, 1, 4)
 
 
-def _per_lane(values: Tensor) -> Tensor:
-    """uint8 [N, K / 32, bytes] -> [tiles, K / 256, 32 lanes, 4 steps, bytes]."""
-    return _lanes(values, 4).transpose(2, 3)
+def _bytes_of_lanes(scales: Tensor) -> Tensor:
+    """uint8 [N, K / 32] -> [tiles, K / 256, 32 lanes, 2 sets, 2 rows]."""
+    sets = _per_set(scales[..., None], 4).squeeze(-1).flatten(2, 3)
+    return sets.unflatten(1, (-1, 2)).transpose(2, 3)
 
 
 def _pack_q4_k(parts: Parts) -> Tensor:
@@ -132,9 +139,9 @@ def _pack_q4_k(parts: Parts) -> Tensor:
     codes = nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).reshape(blocks.shape[0], -1, 32)
     scales, minimums = _scales_4_and_5(blocks)
     return _join(
-        _lanes(_low_nibbles(codes), 4),
-        _per_lane(scales[..., None]),
-        _per_lane(minimums[..., None]),
+        _low_nibbles(_per_lane(codes, 4)),
+        _bytes_of_lanes(scales),
+        _bytes_of_lanes(minimums),
         _by_row(blocks[..., :4]),
     )
 
@@ -145,43 +152,46 @@ def _pack_q5_k(parts: Parts) -> Tensor:
     fifth = bit_planes(blocks[..., 16:48]).reshape(blocks.shape[0], -1, 32)
     scales, minimums = _scales_4_and_5(blocks)
     return _join(
-        _lanes(_low_nibbles(codes), 4),
-        _per_lane(_bit_plane(fifth)),
-        _per_lane(scales[..., None]),
-        _per_lane(minimums[..., None]),
+        _low_nibbles(_per_lane(codes, 4)),
+        _bit_plane(_per_lane(fifth, 4)).transpose(2, 3),
+        _bytes_of_lanes(scales),
+        _bytes_of_lanes(minimums),
         _by_row(blocks[..., :4]),
     )
 
 
 def _pack_q6_k(parts: Parts) -> Tensor:
+    """Scales stand for 16 elements: of each step lane t scales half t % 2 of group t // 2."""
     blocks = _blocks(parts, 210)
     codes = nibbles(blocks[..., :128].unflatten(-1, (2, 64))).reshape(blocks.shape[0], -1, 32)
     upper = crumbs(blocks[..., 128:192].unflatten(-1, (2, 32))).reshape(blocks.shape[0], -1, 32)
-    scales = blocks[..., 192:208].reshape(blocks.shape[0], -1, 2)
+    scales = blocks[..., 192:208].reshape(blocks.shape[0] // ROWS, 2, 8, -1, 4, 4)
     return _join(
-        _lanes(_low_nibbles(codes), 4),
-        _lanes(_crumb_planes(upper), 4),
-        _per_lane(scales),
+        _low_nibbles(_per_lane(codes, 4)),
+        _crumb_planes(_per_lane(upper, 4)),
+        scales.permute(0, 3, 2, 5, 4, 1),
         _by_row(blocks[..., 208:]),
     )
 
 
 def _pack_legacy(format_name: str, steps: int) -> Callable[[Parts], Tensor]:
     block_bytes, n_scale_bytes, has_fifth = _LEGACY[format_name]
+    groups = min(4, 2 * steps)
 
     def pack(parts: Parts) -> Tensor:
         blocks = _blocks(parts, block_bytes)
         n_head = n_scale_bytes + (4 if has_fifth else 0)
+        sets = _per_set(blocks[..., :n_scale_bytes], groups)
+        scales = sets.unflatten(1, (-1, 2 * steps // groups))
         if format_name == "Q8_0":
-            halves = blocks[..., 2:].unflatten(-1, (2, 16))
-            codes = _lanes(halves, steps).transpose(3, 4)
-            return _join(codes, _lanes(blocks[..., :2], steps))
+            owned = _per_lane(blocks[..., 2:], steps).unflatten(-1, (2, 4))
+            return _join(owned.permute(0, 1, 2, 4, 3, 6, 5, 7), scales)
         codes = nibbles(blocks[..., n_head:]).flatten(-2)
-        planes = [_lanes(_low_nibbles(codes), steps)]
+        planes = [_low_nibbles(_per_lane(codes, steps))]
         if has_fifth:
             fifth = bit_planes(blocks[..., n_scale_bytes:n_head, None]).flatten(-2).flatten(-2)
-            planes.append(_lanes(_bit_plane(fifth), steps))
-        return _join(*planes, _lanes(blocks[..., :n_scale_bytes], steps))
+            planes.append(_bit_plane(_per_lane(fifth, steps)))
+        return _join(*planes, scales)
 
     return pack
 
@@ -206,9 +216,9 @@ _PLAIN = ("BF16", "F16")
 
 def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
     def pack(parts: Parts) -> Tensor:
-        values = parts["values"].contiguous().view(torch.uint8)
-        groups = values.view(values.shape[0], -1, 4, 16)
-        return _join(_lanes(groups, steps).transpose(3, 4))
+        values = parts["values"].contiguous().view(torch.int16)
+        owned = _per_lane(values.unflatten(1, (-1, 32)), steps).unflatten(-1, (2, 2, 2))
+        return _join(owned.permute(0, 1, 2, 4, 6, 3, 7, 5, 8))
 
     return pack
 

@@ -1,9 +1,9 @@
 // logits: adds the planes of the head's product, applies the soft cap, and takes the best token that is not banned.
 //
 // y float32 [PLANES][ROWS], ROWS >= V -> logits float32 [V] = cap tanh(y / cap). The best token (the lowest id among equals) becomes
-// state->token, state->position moves on by one, and the token is appended to `history`. A NaN gives token -1.
+// state->token, position and n_steps move on by one, and the token is appended to `history`. A NaN gives token -1. The
+// last kernel of a step.
 // Exact but for tanh. Defined by the host: V, ROWS, PLANES, CAP (0: none), BLOCKS.
-struct State { int token, position; };
 constexpr int THREADS = 256;
 
 struct Best {
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < V; i += BLOCKS * THREADS) {
         float v = 0;
 #pragma unroll
-        for (int p = 0; p < PLANES; p++) v += __ldcg(y + (size_t)p * ROWS + i);
+        for (int p = 0; p < PLANES; p++) v += unstamped(__float_as_uint(__ldcg(y + (size_t)p * ROWS + i)));
         if (CAP > 0) v = CAP * tanhf(v / CAP);
         out[i] = v;
         if (!banned[i]) best.take(v, i);
@@ -58,5 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         history[state->position] = best.id;
         state->token = best.id;
         state->position += 1;
+        state->n_steps += 1;
     }
 }

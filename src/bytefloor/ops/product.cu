@@ -1,29 +1,34 @@
 // product: a weight matrix times one row of activations, with what comes just before it as its prologue.
 //
 // y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU rows of gate and up
-// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves as codes with a scale and sums for each 32.
-// x: float32 [K]. NORM: x' = (residual + post_norm(sum of delta planes)) * scalar, x = x' / rms(x') * weight; block 0 writes
-// x'. Activations become 16-bit codes in groups of 32, scale max / 32512, which is the only rounding here.
+// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves instead, in one plane.
+// x: float32 [K]. NORM: x' = (residual + post_norm(sum of delta planes)) * scalar,
+// x = x' / rms(x') * weight; block 0 writes x'. Activations become 16-bit codes in groups of 32, scale max / 32512, which is
+// the only rounding here beside that of handover.cuh.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
 // and the number of blocks, not on timing: two runs give the same bits.
 // Moves the packed weight once. Needs cp.async.bulk (sm_90).
 //
-// A block streams one contiguous run of records. Its producer thread fills the ring before it waits for the previous
-// kernel, so that the weights of this product arrive while the last one drains and while the prologue runs.
+// Work comes in items: a row tile times the block's columns. Columns may be split between PARTS classes of blocks, then each part
+// leaves a plane. A block's first items follow from its number, the others it draws from a counter, since multiprocessors
+// read at different speeds; an item's arithmetic is the same whoever draws it. The producer thread fills a ring of slots, four
+// records each, as soon as the block starts, so that weights arrive while the last product drains and while the prologue runs;
+// slots go to groups of four warps in turn. One more warp adds up the records of each item, in order, and hands its rows over.
 //
 // Defined by the host: SEGMENTS as S(form, tiles) ..., COLUMNS of their records (K decides it, so they agree) and the
-// RECORD_BYTES of the largest; K, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, CODES (the input is such codes), GLU (0, 1 silu, 2 gelu),
-// PLANES, TILES_PER_BLOCK, SLOTS, EPS.
-#include "stream.cuh"
-#include "ring.cuh"
+// RECORD_BYTES of the largest; WARPS, K (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu),
+// SLOTS, BUFFERS (of items), BLOCKS, STATIC_ITEMS (of a block), INTERLEAVE, EPS.
 
-constexpr int WARPS = 8, CONSUMERS = WARPS * 32, ROWS = 16;
-
-constexpr int RECORDS = K / COLUMNS, UNITS = N / ROWS * RECORDS, SLOT = WARPS * RECORD_BYTES;
-constexpr int GRANULE = GLU ? RECORDS : 1;  // a GLU output needs whole rows in one block
-constexpr int GROUPS = K / 32;
-constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K, AT_PART = AT_XS + GROUPS * 16,
-              AT_BARRIERS = AT_PART + TILES_PER_BLOCK * WARPS * ROWS * 4, AT_SUMS = AT_BARRIERS + 2 * SLOTS * 8;
+constexpr int GROUP = 4, N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;
+constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES;
+constexpr int BLOCKS_A_PART = BLOCKS / PARTS, FIRST_DRAWN = STATIC_ITEMS * BLOCKS_A_PART;
+constexpr u32 DRAWS = TILES - FIRST_DRAWN + BLOCKS_A_PART;  // a launch: every item that is left, and one blank a block
+constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K, AT_SHARES = AT_XS + K / 32 * 16,
+              AT_BARRIERS = AT_SHARES + BUFFERS * RECORDS * ROWS * 4, AT_SLOTS = AT_BARRIERS + 2 * (SLOTS + BUFFERS) * 8,
+              AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_SUMS = AT_ITEMS + BUFFERS * 4;
+static_assert(WARPS % GROUP == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
+static_assert(TILES % INTERLEAVE == 0, "items in rows of equal length");
+static_assert(BLOCKS % PARTS == 0 && FIRST_DRAWN <= TILES && !(NORM && PARTS > 1), "items of all parts are shared out");
 
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
@@ -37,64 +42,73 @@ __device__ __forceinline__ float sum_consumers(float v, float* sums, int warp, i
     return total;
 }
 
-__device__ __forceinline__ void load8(float (&v)[8], const float* p) {
-    float4 a = __ldcg((const float4*)p), b = __ldcg((const float4*)p + 1);
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-}
-
-struct Run {  // this block's units
-    int begin, end;
-    __device__ __forceinline__ Run() {
-        long granules = UNITS / GRANULE;
-        begin = (int)(granules * blockIdx.x / gridDim.x) * GRANULE;
-        end = (int)(granules * (blockIdx.x + 1) / gridDim.x) * GRANULE;
+template <int PLACES> struct Turn {  // one of N places by turns, and the parity of the barrier that stands there
+    int at;
+    u32 phase = 0;
+    __device__ __forceinline__ void step(int n = 1) {
+        if ((at += n) >= PLACES) at -= PLACES, phase ^= 1;  // n is at most PLACES
     }
 };
 
-template <typename F>
-__device__ __forceinline__ void fill(const u8* weights, int first_unit, int n_units, Run run, u8* ring, u64* full, u64* empty,
-                                     int& slot) {
-    int begin = max(run.begin, first_unit), end = min(run.end, first_unit + n_units);
-    for (int u = begin; u < end; u += WARPS, slot++) {
-        int s = slot % SLOTS;
-        if (slot >= SLOTS) barrier_wait(empty + s, (slot / SLOTS & 1) ^ 1);
-        u32 bytes = min(WARPS, end - u) * F::BYTES;
-        barrier_expect(full + s, bytes);
-        bulk_copy(ring + s * SLOT, weights + (size_t)(u - first_unit) * F::BYTES, bytes, full + s);
-    }
-}
-
-struct Sum {  // a warp's running total of one row tile
-    int tile = -1;
-    float value = 0;
-    __device__ __forceinline__ void put(float* part, int first_tile, int warp, int lane) {
-        if (tile < 0) return;
-        float row = value + __shfl_xor_sync(~0u, value, 1);
-        if (!(lane & 1)) part[((tile - first_tile) * WARPS + warp) * ROWS + (lane >> 1)] = row;
-    }
+struct Shared {  // what the warps of a block tell each other
+    u8* bytes;
+    __device__ __forceinline__ u8* records(int slot) const { return bytes + slot * SLOT; }
+    __device__ __forceinline__ u64* full(int slot) const { return (u64*)(bytes + AT_BARRIERS) + slot; }
+    __device__ __forceinline__ u64* empty(int slot) const { return full(SLOTS + slot); }
+    // Of a buffer: all shares are there; they have been read.
+    __device__ __forceinline__ u64* done(int buffer) const { return full(2 * SLOTS + buffer); }
+    __device__ __forceinline__ u64* read(int buffer) const { return full(2 * SLOTS + BUFFERS + buffer); }
+    // Of a slot: the number of its use, counted over all slots, and what it then holds.
+    __device__ __forceinline__ int2* contents(int slot) const { return (int2*)(bytes + AT_SLOTS) + slot; }
+    __device__ __forceinline__ int* tile(int buffer) const { return (int*)(bytes + AT_ITEMS) + buffer; }  // -1 at the end
+    __device__ __forceinline__ float* shares(int buffer) const { return (float*)(bytes + AT_SHARES) + buffer * RECORDS * ROWS; }
 };
 
-template <typename F>
-__device__ __forceinline__ void consume(int first_unit, int n_units, Run run, const u8* ring, u64* full, u64* empty, int& slot,
-                                        Sum& sum, Codes x, const float4* xs, float* part, int first_tile, int warp,
-                                        int lane) {
-    int begin = max(run.begin, first_unit), end = min(run.end, first_unit + n_units);
-    for (int u = begin; u < end; u += WARPS, slot++) {
-        int s = slot % SLOTS;
-        barrier_wait(full + s, slot / SLOTS & 1);
-        int unit = u + warp;
-        if (unit < end) {
-            int tile = unit / RECORDS, k = (unit - tile * RECORDS) * COLUMNS;
-            if (tile != sum.tile) {
-                sum.put(part, first_tile, warp, lane);
-                sum.tile = tile, sum.value = 0;
-            }
-            sum.value += F::dot(ring + s * SLOT + warp * F::BYTES, lane, x, xs, k);
+struct Contents {  // of a slot, in one word
+    u32 word;
+    __device__ __forceinline__ Contents(int first_record, int buffer, int segment) : word(first_record | buffer << 16 | segment << 24) {}
+    __device__ __forceinline__ explicit Contents(int word) : word(word) {}
+    __device__ __forceinline__ int first_record() const { return word & 0xffff; }
+    __device__ __forceinline__ int buffer() const { return word >> 16 & 0xff; }
+    __device__ __forceinline__ int segment() const { return word >> 24; }
+};
+constexpr int NO_SEGMENT = 3;  // the end
+
+struct Filler {  // the producer thread
+    Shared shared;
+    Turn<SLOTS> slot{0};
+    Turn<BUFFERS> buffer{0};
+    int n_filled = 0, n_items = 0;
+
+    __device__ __forceinline__ void next_slot(int first_record, int segment) {
+        if (n_filled >= SLOTS) barrier_wait(shared.empty(slot.at), slot.phase ^ 1);
+        *shared.contents(slot.at) = make_int2(n_filled++, (int)Contents(first_record, buffer.at, segment).word);
+    }
+    __device__ __forceinline__ void next_item(int tile) {
+        if (n_items++ >= BUFFERS) barrier_wait(shared.read(buffer.at), buffer.phase ^ 1);
+        *shared.tile(buffer.at) = tile;
+    }
+    // `weights` is the segment's, and the tile counts from its first.
+    template <typename F> __device__ __forceinline__ void item(const u8* weights, int tile_of_segment, int segment, int part) {
+        const u8* from = weights + ((size_t)tile_of_segment * PARTS + part) * (RECORDS * F::BYTES);
+#pragma unroll 1
+        for (int r = 0; r < RECORDS; r += GROUP, slot.step()) {
+            next_slot(r, segment);
+            u32 bytes = min(GROUP, RECORDS - r) * F::BYTES;
+            barrier_expect(shared.full(slot.at), bytes);
+            bulk_copy(shared.records(slot.at), from + r * F::BYTES, bytes, shared.full(slot.at));
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + s);
+        buffer.step();
     }
-}
+    __device__ __forceinline__ void end() {
+        for (int i = 0; i < N_GROUPS; i++, slot.step()) {
+            next_slot(0, NO_SEGMENT);
+            barrier_arrive(shared.full(slot.at));
+        }
+        next_item(-1);
+        for (int i = 0; i < RECORDS; i++) barrier_arrive(shared.done(buffer.at));
+    }
+};
 
 // A maximum that NaN wins: fmaxf would drop it, all codes of a group would be 0, and NaN logits would look like equal ones.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
@@ -103,120 +117,146 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
-// Codes: round(v / scale) in -32512 .. 32512 as 256 high + low, both signed bytes. A NaN scale makes its group's sums NaN.
-__device__ __forceinline__ float code_scale(float largest) { return __fdiv_rn(largest, 32512.f); }
-__device__ __forceinline__ int to_code(float v, float scale) { return scale > 0 ? __float2int_rn(__fdiv_rn(v, scale)) : 0; }
-__device__ __forceinline__ int high_byte(int code) { return (code + 128) >> 8; }
-
 constexpr int ROUNDS = (K / 8 + CONSUMERS - 1) / CONSUMERS;  // of eight values a thread
 
-// Eight consecutive values a thread and round; zeros past the end.
-__device__ __forceinline__ void load_all(float (&v)[ROUNDS][8], const float* p, int tid) {
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {
-        int i = (r * CONSUMERS + tid) * 8;
-#pragma unroll
-        for (int j = 0; j < 8; j++) v[r][j] = 0;
-        if (i < K) load8(v[r], p + i);
-    }
-}
-
-__device__ __forceinline__ float sum_of_squares(const float (&v)[ROUNDS][8]) {
-    float total = 0;
-#pragma unroll
-    for (int r = 0; r < ROUNDS; r++)
-#pragma unroll
-        for (int j = 0; j < 8; j++) total = fmaf(v[r][j], v[r][j], total);
-    return total;
-}
-
-// Reads activations, applies the norms, leaves codes and group scales in shared memory.
-// The residual was written two kernels ago or earlier, so it is read, like the weights of the norms, before the wait.
-__device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight,
-                                         const float* norm_weight, const float* scalar, float* x_out, i8* high, i8* low, float4* xs,
-                                         float* sums, int tid, int warp, int lane) {
+struct Values {  // eight consecutive values a thread and round; zeros past the end
     float v[ROUNDS][8];
-#if NORM
-    float weight[ROUNDS][8];
-    load_all(weight, norm_weight, tid);
-#if DELTA_PLANES > 0
-    load_all(v, x_in, tid);
-#if POST_NORM
-    float post[ROUNDS][8];
-    load_all(post, post_weight, tid);
-#endif
-    float by = SCALAR ? *scalar : 1.f, d[ROUNDS][8];
-    wait_for_previous();
-    let_next_start();
-    load_all(d, delta, tid);
+
+    __device__ __forceinline__ void load(const float* p, int tid) {
 #pragma unroll
-    for (int p = 1; p < DELTA_PLANES; p++) {
-        float plane[ROUNDS][8];
-        load_all(plane, delta + p * K, tid);
+        for (int r = 0; r < ROUNDS; r++) {
+            const float4* at = (const float4*)(p + min((r * CONSUMERS + tid) * 8, K - 8));
+            float4 a = at[0], b = at[1];
+            v[r][0] = a.x, v[r][1] = a.y, v[r][2] = a.z, v[r][3] = a.w;
+            v[r][4] = b.x, v[r][5] = b.y, v[r][6] = b.z, v[r][7] = b.w;
+        }
+    }
+    __device__ __forceinline__ float sum_of_squares() const {
+        float total = 0;
 #pragma unroll
         for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
-            for (int j = 0; j < 8; j++) d[r][j] += plane[r][j];
+            for (int j = 0; j < 8; j++) total = fmaf(v[r][j], v[r][j], total);
+        return total;
     }
+};
+
+// The sum of N planes, once all of it is there.
+template <int N_PLANES> __device__ __forceinline__ void await_planes(Values& x, const float* p, u32 parity, int tid) {
+    // One word a warp first, now and then, so that whoever still streams weights is not disturbed.
+    if ((tid & 31) == 0) await(p + min(tid * 8, K - 8) + (N_PLANES - 1) * K, parity);
+    __syncwarp();
+    Patience patience;
+    u32 late;
+    do {  // no branch between the loads: as many as there are registers for are on their way at once
+        late = 0;
+#pragma unroll
+        for (int plane = 0; plane < N_PLANES; plane++)
+#pragma unroll
+            for (int i = 0; i < 2 * ROUNDS; i++) {
+                uint4 w = peek4(p + plane * K + min((i / 2 * CONSUMERS + tid) * 8, K - 8) + i % 2 * 4);
+                late |= w.x ^ parity, late |= w.y ^ parity, late |= w.z ^ parity, late |= w.w ^ parity;
+                float part[4] = {unstamped(w.x), unstamped(w.y), unstamped(w.z), unstamped(w.w)};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float& v = x.v[i / 2][i % 2 * 4 + j];
+                    v = plane == 0 ? part[j] : v + part[j];
+                }
+            }
+        patience.spend();
+    } while (late & 1);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; r++)
+        if ((r * CONSUMERS + tid) * 8 >= K)
+#pragma unroll
+            for (int j = 0; j < 8; j++) x.v[r][j] = 0;
+}
+
+// Byte `which` of four words.
+__device__ __forceinline__ u32 gather_bytes(const float (&v)[8], int first, int which) {
+    u32 select = which | (4 + which) << 4;
+    u32 front = __byte_perm(__float_as_uint(v[first]), __float_as_uint(v[first + 1]), select);
+    u32 back = __byte_perm(__float_as_uint(v[first + 2]), __float_as_uint(v[first + 3]), select);
+    return __byte_perm(front, back, 0x5410);
+}
+
+// One group of 32 by four threads of eight values each: codes round(v 32512 / largest) as 256 high + low, both signed bytes.
+// 2^23 + 2^22 + 128 + code is a float whose last two bytes are those of code + 128, so the upper one is `high` and the lower
+// one `low` + 128. A NaN makes the scale NaN and with it all that the group takes part in; values of 1e-33 become 0.
+__device__ __forceinline__ void encode(const float (&v)[8], int i, u8* codes, float4* scales) {
+    float largest = 0, shifted[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) largest = max_or_nan(largest, fabsf(v[j]));
+    largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
+    float by = largest > 1e-33f ? __fdividef(32512.f, largest) : 0.f, scale = largest * (1.f / 32512.f);
+#pragma unroll
+    for (int j = 0; j < 8; j++) shifted[j] = fmaf(v[j], by, 12582912.f + 128.f);
+    u32 high0 = gather_bytes(shifted, 0, 1), high1 = gather_bytes(shifted, 4, 1);
+    u32 low0 = gather_bytes(shifted, 0, 0) ^ 0x80808080u, low1 = gather_bytes(shifted, 4, 0) ^ 0x80808080u;
+    int highs = __dp4a((int)high1, 0x01010101, __dp4a((int)high0, 0x01010101, 0));
+    int half_sum = highs * 256 + __dp4a((int)low1, 0x01010101, __dp4a((int)low0, 0x01010101, 0));
+    half_sum += __shfl_xor_sync(~0u, half_sum, 1);
+    int other = __shfl_xor_sync(~0u, half_sum, 2);
+    if (i < K) {
+        u8* at = codes + (i >> 5) * 64 + (i & 31);
+        *(uint2*)at = make_uint2(high0, high1), *(uint2*)(at + 32) = make_uint2(low0, low1);
+        if ((i & 31) == 0) scales[i >> 5] = make_float4(scale, scale * half_sum, scale * other, scale * (half_sum + other));
+    }
+}
+
+// Reads activations, applies the norms, leaves codes and group scales in shared memory.
+// The weights of the norms depend on nothing, so they are read before anything is waited for.
+__device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
+                                         const float* scalar, float* x_out, u32 parity, u8* codes, float4* scales, float* sums, int tid,
+                                         int warp, int lane) {
+    Values x;
+#if NORM
+    Values weight;
+    weight.load(norm_weight, tid);
+#if DELTA_PLANES > 0
 #if POST_NORM
-    float inverse_post = rsqrtf(sum_consumers(sum_of_squares(d), sums, warp, lane) / K + EPS);
+    Values post;
+    post.load(post_weight, tid);
+#endif
+    float by = SCALAR ? *scalar : 1.f;
+    Values d;
+    await_planes<1>(x, x_in, parity, tid);  // from two kernels ago or earlier: there already
+    await_planes<DELTA_PLANES>(d, delta, parity, tid);
+#if POST_NORM
+    float inverse_post = rsqrtf(sum_consumers(d.sum_of_squares(), sums, warp, lane) / K + EPS);
 #endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
         int i = (r * CONSUMERS + tid) * 8;
+        float* v = x.v[r];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
 #if POST_NORM
-            v[r][j] += d[r][j] * inverse_post * post[r][j];
+            v[j] += d.v[r][j] * inverse_post * post.v[r][j];
 #else
-            v[r][j] += d[r][j];
+            v[j] += d.v[r][j];
 #endif
-            if (SCALAR) v[r][j] *= by;
+            if (SCALAR) v[j] *= by;
         }
         if (blockIdx.x == 0 && i < K) {
-            *(float4*)(x_out + i) = make_float4(v[r][0], v[r][1], v[r][2], v[r][3]);
-            *(float4*)(x_out + i + 4) = make_float4(v[r][4], v[r][5], v[r][6], v[r][7]);
+            hand_over4(x_out + i, make_float4(v[0], v[1], v[2], v[3]), parity);
+            hand_over4(x_out + i + 4, make_float4(v[4], v[5], v[6], v[7]), parity);
         }
     }
 #else
-    wait_for_previous();
-    let_next_start();
-    load_all(v, x_in, tid);
+    await_planes<1>(x, x_in, parity, tid);
 #endif
-    float inverse = rsqrtf(sum_consumers(sum_of_squares(v), sums + WARPS, warp, lane) / K + EPS);
+    float inverse = rsqrtf(sum_consumers(x.sum_of_squares(), sums + WARPS, warp, lane) / K + EPS);
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[r][j] = v[r][j] * inverse * weight[r][j];
+        for (int j = 0; j < 8; j++) x.v[r][j] = x.v[r][j] * inverse * weight.v[r][j];
 #else
-    wait_for_previous();
-    let_next_start();
-    load_all(v, x_in, tid);
+    await_planes<1>(x, x_in, parity, tid);
 #endif
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) {  // four threads share a group of 32
-        int i = (r * CONSUMERS + tid) * 8, half_sum = 0;
-        float largest = 0;
-#pragma unroll
-        for (int j = 0; j < 8; j++) largest = max_or_nan(largest, fabsf(v[r][j]));
-        largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-        float scale = code_scale(largest);
-        u64 highs = 0, lows = 0;
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            int code = to_code(v[r][j], scale);
-            highs |= (u64)(u8)high_byte(code) << 8 * j, lows |= (u64)(u8)code << 8 * j;
-            half_sum += code;
-        }
-        half_sum += __shfl_xor_sync(~0u, half_sum, 1);
-        int other = __shfl_xor_sync(~0u, half_sum, 2);
-        if (i < K) {
-            *(u64*)(high + i) = highs;
-            *(u64*)(low + i) = lows;
-            if ((tid & 3) == 0) xs[i >> 5] = make_float4(scale, scale * half_sum, scale * other, 0.f);
-        }
-    }
+    for (int r = 0; r < ROUNDS; r++) encode(x.v[r], (r * CONSUMERS + tid) * 8, codes, scales);
     sync_consumers();
 }
 
@@ -229,126 +269,102 @@ __device__ __forceinline__ float activate(float gate) {
 #endif
 }
 
-// Adds the warps' shares of a row, in order.
-__device__ __forceinline__ float row_total(const float* part, int i) {
+// Adds an item's shares, record by record, odd and even ones apart, and hands its rows over.
+__device__ __forceinline__ void finish_item(float* y, const float* shares, int tile, int part, u32 parity, int lane) {
     float total = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) total += part[(i / ROWS * WARPS + w) * ROWS + i % ROWS];
-    return total;
-}
-
+    for (int r = 0; r < RECORDS; r += 2)
+        if (r + (lane >> 4) < RECORDS) total += shares[(r + (lane >> 4)) * ROWS + (lane & 15)];
+    total += __shfl_xor_sync(~0u, total, 16);
 #if GLU
-// One group of 32 by one warp: codes (all high bytes of the row, then all low ones), scale and the sums of its halves.
-__device__ __forceinline__ void write_group(float v, int group, i8* codes, float4* code_scales, int lane) {
-    float largest = fabsf(v);
-    for (int d = 16; d; d >>= 1) largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, d));
-    float scale = code_scale(largest);
-    int code = to_code(v, scale), half_sum = code;
-    for (int d = 8; d; d >>= 1) half_sum += __shfl_xor_sync(~0u, half_sum, d);
-    int other = __shfl_xor_sync(~0u, half_sum, 16);
-    codes[group * 32 + lane] = (i8)high_byte(code);
-    codes[N / 2 + group * 32 + lane] = (i8)code;
-    if (lane == 0) code_scales[group] = make_float4(scale, scale * half_sum, scale * other, 0.f);
-}
-
-// Outputs of whole tiles, eight a tile. A group of 32 spans four tiles: those that lie in this block are written at once;
-// of a group shared with a neighbour each block leaves its floats, and whoever comes last writes the codes.
-__device__ __forceinline__ void write_glu(float* h, i8* codes, float4* code_scales, int* counters, float* part, int first_tile,
-                                          int n_tiles, int warp, int lane, int tid) {
-    float outputs[(TILES_PER_BLOCK * ROWS / 2 + CONSUMERS - 1) / CONSUMERS];
-    int n = 0;
-    for (int i = tid; i < n_tiles * 8; i += CONSUMERS)
-        outputs[n++] = activate(row_total(part, 2 * i)) * row_total(part, 2 * i + 1);
-    sync_consumers();
-    n = 0;
-    for (int i = tid; i < n_tiles * 8; i += CONSUMERS) part[i] = outputs[n++];
-    sync_consumers();
-    int last_tile = first_tile + n_tiles;
-    for (int group = first_tile / 4 + warp; group * 4 < last_tile; group += WARPS) {
-        int tile = group * 4 + lane / 8;
-        bool is_mine = tile >= first_tile && tile < last_tile;
-        float v = is_mine ? part[(tile - first_tile) * 8 + lane % 8] : 0.f;
-        int n_mine = min(last_tile, group * 4 + 4) - max(first_tile, group * 4);
-        if (n_mine < 4) {
-            if (is_mine) h[group * 32 + lane] = v;
-            __threadfence();
-            __syncwarp();
-            int before = lane == 0 ? atomicAdd(counters + group, n_mine) : 0;
-            before = __shfl_sync(~0u, before, 0);
-            if (before + n_mine < 4) continue;
-            if (lane == 0) counters[group] = 0;
-            __threadfence();
-            v = __ldcg(h + group * 32 + lane);
-        }
-        write_group(v, group, codes, code_scales, lane);
-    }
-}
+    float up = __shfl_down_sync(~0u, total, 1);
+    if (lane < ROWS && (lane & 1) == 0) hand_over(y + tile * (ROWS / 2) + lane / 2, activate(total) * up, parity);
 #else
-// The block with a tile's last unit clears the planes nobody writes.
-__device__ __forceinline__ void write_rows(float* y, const float* part, Run run, int first_tile, int n_tiles, int tid) {
-    for (int i = tid; i < n_tiles * ROWS; i += CONSUMERS) {
-        int row = first_tile * ROWS + i;
-        long first_unit = (long)(row / ROWS) * RECORDS;
-        int plane = (int)(blockIdx.x - ((first_unit + 1) * gridDim.x - 1) / UNITS);
-        y[plane * N + row] = row_total(part, i);
-        if (run.end >= first_unit + RECORDS)
-            for (int p = plane + 1; p < PLANES; p++) y[p * N + row] = 0;
-    }
-}
+    if (lane < ROWS) hand_over(y + part * N + tile * ROWS + lane, total, parity);
 #endif
+}
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
     product(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
-            const float* scalar, float* x_out, float* y, i8* codes, float4* code_scales, int* counters) {
-    extern __shared__ __align__(128) u8 shared[];
-    u8* ring = shared;
-    i8 *high = (i8*)(shared + AT_X), *low = high + K;
-    Codes x{high, low};
-    float4* xs = (float4*)(shared + AT_XS);
-    float* part = (float*)(shared + AT_PART);
-    u64 *full = (u64*)(shared + AT_BARRIERS), *empty = full + SLOTS;
-    float* sums = (float*)(shared + AT_SUMS);
-    int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-    Run run;
-    if (tid == 0) {
-        for (int i = 0; i < SLOTS; i++) barrier_init(full + i, 1), barrier_init(empty + i, WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            const float* scalar, float* x_out, float* y, u32* tickets, const State* state) {
+    extern __shared__ __align__(128) u8 bytes[];
+    Shared shared{bytes};
+    int tid = threadIdx.x, warp = tid >> 5, part = blockIdx.x % PARTS;
+    if (tid < SLOTS) {
+        barrier_init(shared.full(tid), 1), barrier_init(shared.empty(tid), GROUP);
+        *shared.contents(tid) = make_int2(-1, 0);
     }
+    if (tid < BUFFERS) barrier_init(shared.done(tid), RECORDS), barrier_init(shared.read(tid), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     __syncthreads();
+    let_next_start();
     if (warp == WARPS) {
-        if (lane == 0) {
-            const u8* weights[3] = {w0, w1, w2};
-            int slot = 0, unit = 0, segment = 0;
-#define S(form, tiles)                                                                                              \
-    fill<form>(weights[segment++], unit, tiles * RECORDS, run, ring, full, empty, slot), unit += tiles * RECORDS;
+        if (tid % 32) return;
+        const u8* weights[3] = {w0, w1, w2};
+        Filler filler{shared};
+        int item = blockIdx.x / PARTS, n = 0;
+        if (STATIC_ITEMS == 0) item = (int)atomicInc(tickets + part, DRAWS - 1);
+        while (item < TILES) {
+            // Drawn before this item's copies, which hide how long that takes.
+            int next = ++n < STATIC_ITEMS ? item + BLOCKS_A_PART : FIRST_DRAWN + (int)atomicInc(tickets + part, DRAWS - 1);
+            // A product of parts begins with whichever is there: the parts of what it takes should come together.
+            int tile = item % INTERLEAVE * (TILES / INTERLEAVE) + item / INTERLEAVE, first = 0, segment = 0;
+            filler.next_item(tile);
+#define S(form, tiles)                                                                                                       \
+    if (tile >= first && tile < first + tiles) filler.item<form>(weights[segment], tile - first, segment, part);             \
+    first += tiles, segment++;
             SEGMENTS
 #undef S
+            item = next;
         }
+        filler.end();
         return;
     }
-    for (int i = tid; i < TILES_PER_BLOCK * WARPS * ROWS; i += CONSUMERS) part[i] = 0;
-#if CODES
-    wait_for_previous();
-    let_next_start();
-    for (int i = tid; i < 2 * K / 16; i += CONSUMERS) ((uint4*)high)[i] = __ldcg((const uint4*)codes + i);
-    for (int i = tid; i < GROUPS; i += CONSUMERS) xs[i] = __ldcg(code_scales + i);
-    sync_consumers();
-#else
-    prologue(x_in, delta, post_weight, norm_weight, scalar, x_out, high, low, xs, sums, tid, warp, lane);
-#endif
-    int first_tile = run.begin / RECORDS, n_tiles = run.end > run.begin ? (run.end - 1) / RECORDS - first_tile + 1 : 0;
-    int slot = 0, unit = 0;
-    Sum sum;
-#define S(form, tiles)                                                                                                 \
-    consume<form>(unit, tiles * RECORDS, run, ring, full, empty, slot, sum, x, xs, part, first_tile, warp, lane),      \
-        unit += tiles * RECORDS;
-    SEGMENTS
+    u32 parity = parity_of(state);
+    if (warp > WARPS) {
+        for (Turn<BUFFERS> buffer{0};; buffer.step()) {
+            barrier_wait(shared.done(buffer.at), buffer.phase);
+            int tile = *shared.tile(buffer.at);
+            if (tile < 0) break;
+            finish_item(y, shared.shares(buffer.at), tile, part, parity, tid % 32);
+            __syncwarp();
+            if (tid % 32 == 0) barrier_arrive(shared.read(buffer.at));
+        }
+        wait_for_previous();  // kernels end in their order, so that the end of the last one is the end of the step
+        return;
+    }
+    Lane at(tid & 31);
+    Activations x{bytes + AT_X, (float4*)(bytes + AT_XS)};
+    prologue(x_in + part * K, delta, post_weight, norm_weight, scalar, x_out, parity, bytes + AT_X, (float4*)(bytes + AT_XS),
+             (float*)(bytes + AT_SUMS), tid, warp, at.index);
+    int use = warp / GROUP;
+    for (Turn<SLOTS> slot{use};; slot.step(N_GROUPS), use += N_GROUPS) {
+        // A barrier knows one phase from the next only: first see that this use of the slot has begun.
+        volatile int2* found = shared.contents(slot.at);
+        while (found->x != use) barrier_wait(shared.full(slot.at), slot.phase);
+        barrier_wait(shared.full(slot.at), slot.phase);
+        Contents contents(found->y);
+        if (contents.segment() == NO_SEGMENT) break;
+        int record = contents.first_record() + warp % GROUP;
+        if (record < RECORDS) {
+            const u8* weights = shared.records(slot.at);
+            float2 share;
+            int segment = 0;
+#define S(form, tiles)                                                                                                       \
+    if (contents.segment() == segment++)                                                                                     \
+        share = form::dot(weights + warp % GROUP * form::BYTES, at, x, record * COLUMNS);
+            SEGMENTS
 #undef S
-    sum.put(part, first_tile, warp, lane);
-    sync_consumers();
-#if GLU
-    write_glu(y, codes, code_scales, counters, part, first_tile, n_tiles, warp, lane, tid);
-#else
-    write_rows(y, part, run, first_tile, n_tiles, tid);
-#endif
+            // Even lanes go on with the row g, odd ones with g + 8.
+            bool is_odd = at.t & 1;
+            float row = (is_odd ? share.y : share.x) + __shfl_xor_sync(~0u, is_odd ? share.x : share.y, 1);
+            row += __shfl_xor_sync(~0u, row, 2);
+            if (at.t < 2) shared.shares(contents.buffer())[record * ROWS + at.g + 8 * at.t] = row;
+        }
+        __syncwarp();
+        if (at.index == 0) {
+            barrier_arrive(shared.empty(slot.at));
+            if (record < RECORDS) barrier_arrive(shared.done(contents.buffer()));
+        }
+    }
 }

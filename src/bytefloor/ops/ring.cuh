@@ -30,5 +30,6 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes,
 }
 // Programmatic dependent launch: what stands before wait_for_previous may run while the previous kernel still does.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// After the wait only: then at most two kernels of a chain are on the device, and everything before the previous one is done.
+// At once: the next kernel comes as soon as there is room, fills its ring and waits for values, not for kernels. Shared memory
+// has room for two blocks, so no more than two kernels of a chain are on a multiprocessor.
 __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -1,13 +1,16 @@
 // Stream forms on the device: one struct a form, with the layout that formats/stream.py packs.
 //
-// A record is 16 rows by COLUMNS columns. Lane l owns row l / 2 and, of every 64 columns, the group of 32 that begins at
-// 32 (l % 2). Each struct has
-//   dot(record, lane, x, xs, k)   this lane's share of the products of its row with columns k .. k + COLUMNS - 1,
-//                                 activations as 16-bit codes 256 high + low in two planes of bytes, x.high and x.low,
-//                                 with xs[group] = (scale, scale * sum of the first 16 codes, scale * sum of the last 16,
-//                                 0); lanes l and l ^ 1 together have the row
+// A record is 16 rows by COLUMNS columns. Lane 4 g + t owns rows g and g + 8 and, of every group of 32 columns, elements
+// 8t .. 8t + 7. Each struct has
+//   dot(record, at, x, k)         this lane's share of the products of rows g and g + 8 with columns k .. k + COLUMNS - 1;
+//                                 the four lanes of one g together have both rows
 //   value(record, row, column)    one weight, bit for bit the value that the format defines
-// Integer dot products are exact; float accumulation runs over groups in ascending order.
+// Integer dot products are exact; float accumulation runs over sets of groups in ascending order.
+//
+// Why tensor cores for one row of activations: an activation is a 16-bit code, 256 high + low, so there are two rows of bytes, and
+// the matrix's other columns keep up to four groups apart, each of which has a scale of its own: column 2 j is `high` and 2 j + 1
+// `low` of group j of a set, zero where another group is multiplied. So one lane ends up with the whole sum of one group of
+// two rows, and nothing is added up by shuffles until the tile is done.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -23,181 +26,233 @@ __device__ __forceinline__ float byte_as_float(u32 word, int which) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | which)) - 8388608.f;
 }
 
+__device__ __forceinline__ int byte_of(u32 word, int which) { return (int)__byte_perm(word, 0, 0x4440 | which); }
+
 __device__ __forceinline__ float half_as_float(const u8* p) { return __half2float(*(const __half*)p); }
 
-// Activation codes in shared memory. A product of bytes needs two 4-way dot products where one-byte codes need one, which
-// the wait for memory hides; it costs no accuracy worth naming, and one byte does.
-struct Codes {
-    const i8 *high, *low;
-    struct Sixteen { uint4 high, low; };
-    __device__ __forceinline__ Sixteen at(int i) const {
-        return {*((const uint4*)(high + i)), *((const uint4*)(low + i))};
+struct Lane {  // who this lane is, and which groups its column of activations belongs to
+    int index, g, t;
+    u32 of_set[4];   // all ones for the group of a set that column g stands for
+    u32 of_step[2];  // the same where columns stand for halves of 16 elements of a step's two groups
+    __device__ __forceinline__ explicit Lane(int lane) : index(lane), g(lane >> 2), t(lane & 3) {
+        for (int i = 0; i < 4; i++) of_set[i] = g >> 1 == i ? ~0u : 0u;
+        for (int i = 0; i < 2; i++) of_step[i] = g >> 2 == i && (g >> 1 & 1) == t >> 1 ? ~0u : 0u;
     }
 };
 
-// Sixteen weights, as bytes in the words w0 .. w3, times sixteen activation codes.
-__device__ __forceinline__ int dot16(u32 w0, u32 w1, u32 w2, u32 w3, Codes::Sixteen x) {
-    int high = __dp4a((int)w0, (int)x.high.x, 0), low = __dp4a((int)w0, (int)x.low.x, 0);
-    high = __dp4a((int)w1, (int)x.high.y, high), low = __dp4a((int)w1, (int)x.low.y, low);
-    high = __dp4a((int)w2, (int)x.high.z, high), low = __dp4a((int)w2, (int)x.low.z, low);
-    high = __dp4a((int)w3, (int)x.high.w, high), low = __dp4a((int)w3, (int)x.low.w, low);
-    return high * 256 + low;
+// Activation codes in shared memory: of each group of 32 first all high bytes, then all low ones; and of each group its scale,
+// and the scale times the sums of the first 16 codes, of the last 16, and of all.
+struct Activations {
+    const u8* codes;
+    const float4* scales;
+    // Column g of the set, or step, that begins at column k.
+    __device__ __forceinline__ uint2 of_set(int k, const Lane& at) const { return ((const uint2*)codes)[k / 4 + at.index]; }
+    __device__ __forceinline__ uint2 of_step(int k, const Lane& at) const {
+        return ((const uint2*)codes)[k / 4 + (at.g >> 2) * 8 + (at.g & 1) * 4 + at.t];
+    }
+};
+
+struct Sums {  // of rows g and g + 8 with two columns of activations, high and low
+    int high0 = 0, low0 = 0, high1 = 0, low1 = 0;
+    __device__ __forceinline__ int row0() const { return high0 * 256 + low0; }
+    __device__ __forceinline__ int row1() const { return high1 * 256 + low1; }
+    // Two chains of multiplications are shorter than one.
+    __device__ __forceinline__ Sums operator+(const Sums& o) const {
+        return {high0 + o.high0, low0 + o.low0, high1 + o.high1, low1 + o.low1};
+    }
+};
+
+// 16 rows by 32 bytes of weights (first halves of rows g and g + 8, then the others) times eight columns of codes.
+__device__ __forceinline__ void multiply(Sums& sums, u32 front0, u32 front1, u32 back0, u32 back1, uint2 x, u32 mask) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(sums.high0), "+r"(sums.low0), "+r"(sums.high1), "+r"(sums.low1)
+        : "r"(front0), "r"(front1), "r"(back0), "r"(back1), "r"(x.x & mask), "r"(x.y & mask));
 }
 
-// Sixteen codes of 4 bits (words a and b).
-__device__ __forceinline__ int dot16(u32 a, u32 b, Codes::Sixteen x) {
-    return dot16(a & NIBBLES, (a >> 4) & NIBBLES, b & NIBBLES, (b >> 4) & NIBBLES, x);
+// A group of 4-bit codes of two rows.
+__device__ __forceinline__ void multiply4(Sums& sums, u32 row0, u32 row1, uint2 x, u32 mask) {
+    multiply(sums, row0 & NIBBLES, row1 & NIBBLES, row0 >> 4 & NIBBLES, row1 >> 4 & NIBBLES, x, mask);
 }
 
-// The same with upper bits that already stand in place (0x10 for fifth bits, 0x30 for sixth).
-__device__ __forceinline__ int dot16(u32 a, u32 b, Codes::Sixteen x, u32 h0, u32 h1, u32 h2, u32 h3) {
-    return dot16((a & NIBBLES) | h0, ((a >> 4) & NIBBLES) | h1, (b & NIBBLES) | h2, ((b >> 4) & NIBBLES) | h3, x);
+// The same with upper bits that already stand in place (0x10 for fifth bits, 0x30 for fifth and sixth).
+__device__ __forceinline__ void multiply_more(Sums& sums, u32 row0, u32 row1, u32 front0, u32 back0, u32 front1, u32 back1, uint2 x,
+                                              u32 mask) {
+    multiply(sums, (row0 & NIBBLES) | front0, (row1 & NIBBLES) | front1, (row0 >> 4 & NIBBLES) | back0,
+             (row1 >> 4 & NIBBLES) | back1, x, mask);
 }
 
-constexpr u32 FIFTH = 0x10101010;
+constexpr u32 FIFTH = 0x10101010, UPPER = 0x30303030;
 __device__ __forceinline__ u32 fifth(u32 plane, int run) {
     return (run < 4 ? plane << (4 - run) : plane >> (run - 4)) & FIFTH;
 }
-constexpr u32 SIXTH = 0x30303030;
-__device__ __forceinline__ u32 sixth(u32 plane, int run) {
-    return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & SIXTH;
+__device__ __forceinline__ u32 upper(u32 plane, int run) {
+    return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
 }
 
-// Code of an element of a group from its 16 bytes of nibbles: run r = e / 4 stands in word r / 2, low or high.
-__device__ __forceinline__ int nibble_at(const u8* codes, int e) {
-    int run = e >> 2;
-    return codes[(run >> 1) * 4 + (e & 3)] >> (4 * (run & 1)) & 15;
-}
+__device__ __forceinline__ u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 struct Place {  // where an element of a record stands
-    int step, lane, e;
-    __device__ __forceinline__ Place(int row, int column)
-        : step(column >> 6), lane(2 * row + (column >> 5 & 1)), e(column & 31) {}
+    int step, group, row, lane, e;  // group of the step, row 0 or 1 of the lane's two, element of its eight
+    __device__ __forceinline__ Place(int row_, int column)
+        : step(column >> 6), group(column >> 5 & 1), row(row_ >> 3), lane((row_ & 7) * 4 + (column >> 3 & 3)), e(column & 7) {}
+    __device__ __forceinline__ int nibble(const u8* record) const {
+        return record[(step * 32 + lane) * 16 + (group * 2 + row) * 4 + (e & 3)] >> (e & 4) & 15;
+    }
+    __device__ __forceinline__ int fifth_of(u32 plane) const {
+        return plane >> (8 * (e & 3) + group * 4 + row * 2 + (e >> 2)) & 1;
+    }
 };
 
 template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
     static constexpr int COLUMNS = 256, HIGH = 2048, SCALES = HIGH + (HAS_FIFTH ? 512 : 0), MINIMUMS = SCALES + 128,
                          SUPER = MINIMUMS + 128, BYTES = SUPER + 64;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
-        const uint4* codes = (const uint4*)record + lane;
-        int first = k + (lane & 1) * 32;
-        const float4* sp = xs + (k >> 5) + (lane & 1);
-        u32 scales = ((const u32*)(record + SCALES))[lane], minimums = ((const u32*)(record + MINIMUMS))[lane];
-        uint4 planes = HAS_FIFTH ? ((const uint4*)(record + HIGH))[lane] : make_uint4(0, 0, 0, 0);
-        float positive = 0, negative = 0;
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        const uint4* codes = (const uint4*)record + at.index;
+        u32 scales = ((const u32*)(record + SCALES))[at.index], minimums = ((const u32*)(record + MINIMUMS))[at.index];
+        uint4 planes = HAS_FIFTH ? ((const uint4*)(record + HIGH))[at.index] : make_uint4(0, 0, 0, 0);
+        uint2 super = ((const uint2*)(record + SUPER))[at.g];
+        float positive0 = 0, negative0 = 0, positive1 = 0, negative1 = 0;
 #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            uint4 u = codes[s * 32];
-            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
-            float4 f = sp[s * 2];
-            int sum;
-            if (HAS_FIFTH) {
-                u32 h = s == 0 ? planes.x : s == 1 ? planes.y : s == 2 ? planes.z : planes.w;
-                sum = dot16(u.x, u.y, xa, fifth(h, 0), fifth(h, 1), fifth(h, 2), fifth(h, 3)) +
-                      dot16(u.z, u.w, xb, fifth(h, 4), fifth(h, 5), fifth(h, 6), fifth(h, 7));
-            } else {
-                sum = dot16(u.x, u.y, xa) + dot16(u.z, u.w, xb);
+        for (int set = 0; set < 2; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+            Sums halves[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int step = set * 2 + half;
+                uint4 u = codes[step * 32];
+                if (HAS_FIFTH) {
+                    u32 h = word_of(planes, step);
+                    multiply_more(halves[0], u.x, u.y, fifth(h, 0), fifth(h, 1), fifth(h, 2), fifth(h, 3), b, at.of_set[2 * half]);
+                    multiply_more(halves[1], u.z, u.w, fifth(h, 4), fifth(h, 5), fifth(h, 6), fifth(h, 7), b,
+                                  at.of_set[2 * half + 1]);
+                } else {
+                    multiply4(halves[0], u.x, u.y, b, at.of_set[2 * half]);
+                    multiply4(halves[1], u.z, u.w, b, at.of_set[2 * half + 1]);
+                }
             }
-            positive = fmaf(byte_as_float(scales, s), f.x * (float)sum, positive);
-            negative = fmaf(byte_as_float(minimums, s), f.y + f.z, negative);
+            Sums sums = halves[0] + halves[1];
+            // Scale times sum is exact: 63 * 31 * 32 * 32512 is below 2^31.
+            positive0 = fmaf(f.x, (float)(byte_of(scales, 2 * set) * sums.row0()), positive0);
+            positive1 = fmaf(f.x, (float)(byte_of(scales, 2 * set + 1) * sums.row1()), positive1);
+            negative0 = fmaf(f.w, (float)byte_of(minimums, 2 * set), negative0);
+            negative1 = fmaf(f.w, (float)byte_of(minimums, 2 * set + 1), negative1);
         }
-        float2 d = __half22float2(((const __half2*)(record + SUPER))[lane >> 1]);
-        return d.x * positive - d.y * negative;
+        float2 d0 = __half22float2(*(const __half2*)&super.x), d1 = __half22float2(*(const __half2*)&super.y);
+        return make_float2(d0.x * positive0 - d0.y * negative0, d1.x * positive1 - d1.y * negative1);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
-        int code = nibble_at(record + (p.step * 32 + p.lane) * 16, p.e);
-        if (HAS_FIFTH) {
-            u32 plane = ((const u32*)(record + HIGH))[p.lane * 4 + p.step];
-            code |= (plane >> (8 * (p.e & 3) + (p.e >> 2)) & 1) << 4;
-        }
-        float d = half_as_float(record + SUPER + 4 * row), dmin = half_as_float(record + SUPER + 4 * row + 2);
-        float scale = __fmul_rn(d, record[SCALES + 4 * p.lane + p.step]);
-        float minimum = __fmul_rn(dmin, record[MINIMUMS + 4 * p.lane + p.step]);
+        int code = p.nibble(record);
+        if (HAS_FIFTH) code |= p.fifth_of(((const u32*)(record + HIGH))[p.lane * 4 + p.step]) << 4;
+        const u8* super = record + SUPER + 8 * (p.lane >> 2) + 4 * p.row;
+        int lane = (row & 7) * 4 + (column >> 5 & 3), at = 4 * lane + 2 * (column >> 7) + p.row;
+        float scale = __fmul_rn(half_as_float(super), record[SCALES + at]);
+        float minimum = __fmul_rn(half_as_float(super + 2), record[MINIMUMS + at]);
         return __fsub_rn(__fmul_rn(scale, (float)code), minimum);
     }
 };
 using Q4_K = K45<false>;
 using Q5_K = K45<true>;
 
-struct Q6_K {  // d sc (code - 32), sc an int8 for each 16
+struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activations stand for halves of groups
     static constexpr int COLUMNS = 256, HIGH = 2048, SCALES = HIGH + 1024, SUPER = SCALES + 256, BYTES = SUPER + 32;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
-        const uint4* codes = (const uint4*)record + lane;
-        const uint2* high = (const uint2*)(record + HIGH) + lane;
-        int first = k + (lane & 1) * 32;
-        const float4* sp = xs + (k >> 5) + (lane & 1);
-        const char2* scales = (const char2*)(record + SCALES) + lane * 4;
-        float total = 0;
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        const uint4* codes = (const uint4*)record + at.index;
+        const uint2* high = (const uint2*)(record + HIGH) + at.index;
+        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+        float total0 = 0, total1 = 0;
 #pragma unroll
-        for (int s = 0; s < 4; s++) {
-            uint4 u = codes[s * 32];
-            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
-            uint2 h = high[s * 32];
-            float4 f = sp[s * 2];
-            char2 sc = scales[s];
-            int front = dot16(u.x, u.y, xa, sixth(h.x, 0), sixth(h.x, 1), sixth(h.x, 2), sixth(h.x, 3));
-            int back = dot16(u.z, u.w, xb, sixth(h.y, 0), sixth(h.y, 1), sixth(h.y, 2), sixth(h.y, 3));
-            total = fmaf((float)sc.x, fmaf(f.x, (float)front, -32.f * f.y), total);
-            total = fmaf((float)sc.y, fmaf(f.x, (float)back, -32.f * f.z), total);
+        for (int step = 0; step < 4; step++) {
+            uint2 b = x.of_step(k + step * 64, at), h = high[step * 32];
+            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            uint4 u = codes[step * 32];
+            Sums sums;  // the chains of four steps are as many as can be under way
+            multiply_more(sums, u.x, u.y, upper(h.x, 0), upper(h.x, 1), upper(h.x, 2), upper(h.x, 3), b, at.of_step[0]);
+            multiply_more(sums, u.z, u.w, upper(h.y, 0), upper(h.y, 1), upper(h.y, 2), upper(h.y, 3), b, at.of_step[1]);
+            u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
+            float offset = -32.f * (at.t & 1 ? f.z : f.y);
+            total0 = fmaf((float)(i8)pair, fmaf(f.x, (float)sums.row0(), offset), total0);
+            total1 = fmaf((float)(i8)(pair >> 8), fmaf(f.x, (float)sums.row1(), offset), total1);
         }
-        return half_as_float(record + SUPER + 2 * (lane >> 1)) * total;
+        float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
+        return make_float2(d.x * total0, d.y * total1);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
-        int run = p.e >> 2;
-        u32 plane = ((const u32*)(record + HIGH))[(p.step * 32 + p.lane) * 2 + (run >> 2)];
-        int code = nibble_at(record + (p.step * 32 + p.lane) * 16, p.e) | (plane >> (8 * (p.e & 3) + 2 * (run & 3)) & 3) << 4;
-        float d = half_as_float(record + SUPER + 2 * row);
-        float scale = __fmul_rn(d, (float)((const i8*)record)[SCALES + 8 * p.lane + 2 * p.step + (p.e >> 4)]);
+        u32 plane = ((const u32*)(record + HIGH))[(p.step * 32 + p.lane) * 2 + p.group];
+        int code = p.nibble(record) | (plane >> (8 * (p.e & 3) + 4 * p.row + 2 * (p.e >> 2)) & 3) << 4;
+        int lane = (row & 7) * 4 + (column >> 4 & 3);
+        float d = half_as_float(record + SUPER + 4 * (row & 7) + 2 * p.row);
+        float scale = __fmul_rn(d, (float)((const i8*)record)[SCALES + 8 * lane + 2 * p.step + p.row]);
         return __fmul_rn(scale, (float)(code - 32));
     }
 };
 
-// Q4_0 Q4_1 Q5_0 Q5_1: d (code - OFFSET), or d code + m where HAS_MINIMUM.
-template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy {
-    static constexpr int COLUMNS = 64 * STEPS, HIGH = 512 * STEPS, SCALES = HIGH + (HAS_FIFTH ? 128 * STEPS : 0),
-                         SCALE_BYTES = HAS_MINIMUM ? 4 : 2, BYTES = SCALES + 32 * STEPS * SCALE_BYTES,
-                         OFFSET = HAS_MINIMUM ? 0 : HAS_FIFTH ? 16 : 8;
+// What forms with one to four steps of 64 columns a record share: a set is four groups, or the two that there are.
+template <int STEPS> struct Stepped {
+    static constexpr int COLUMNS = 64 * STEPS, GROUPS = STEPS == 1 ? 2 : 4, SETS = 2 * STEPS / GROUPS;
+    // Where the scales of rows g and g + 8 stand for group t of a set.
+    static __device__ __forceinline__ int scale_at(int set, const Lane& at) { return (set * 8 + at.g) * GROUPS + at.t; }
+    static __device__ __forceinline__ int scale_at(int row, int column) {
+        return ((column / (32 * GROUPS)) * 8 + (row & 7)) * GROUPS + (column >> 5) % GROUPS;
+    }
+};
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
-        const uint4* codes = (const uint4*)record + lane;
-        int first = k + (lane & 1) * 32;
-        const float4* sp = xs + (k >> 5) + (lane & 1);
-        float total = 0;
+// Q4_0 Q4_1 Q5_0 Q5_1: d (code - OFFSET), or d code + m where HAS_MINIMUM.
+template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<STEPS> {
+    using Base = Stepped<STEPS>;
+    static constexpr int HIGH = 512 * STEPS, SCALES = HIGH + (HAS_FIFTH ? 128 * STEPS : 0), SCALE_BYTES = HAS_MINIMUM ? 4 : 2,
+                         BYTES = SCALES + 32 * STEPS * SCALE_BYTES, OFFSET = HAS_MINIMUM ? 0 : HAS_FIFTH ? 16 : 8;
+
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        const uint4* codes = (const uint4*)record + at.index;
+        float total0 = 0, total1 = 0;
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            uint4 u = codes[s * 32];
-            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
-            float4 f = sp[s * 2];
-            int sum;
-            if (HAS_FIFTH) {
-                u32 h = ((const u32*)(record + HIGH))[s * 32 + lane];
-                sum = dot16(u.x, u.y, xa, fifth(h, 0), fifth(h, 1), fifth(h, 2), fifth(h, 3)) +
-                      dot16(u.z, u.w, xb, fifth(h, 4), fifth(h, 5), fifth(h, 6), fifth(h, 7));
-            } else {
-                sum = dot16(u.x, u.y, xa) + dot16(u.z, u.w, xb);
+        for (int set = 0; set < Base::SETS; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            Sums halves[2];
+#pragma unroll
+            for (int half = 0; half < Base::GROUPS / 2; half++) {
+                int step = set * 2 + half;
+                uint4 u = codes[step * 32];
+                if (HAS_FIFTH) {
+                    u32 h = ((const u32*)(record + HIGH))[step * 32 + at.index];
+                    multiply_more(halves[0], u.x, u.y, fifth(h, 0), fifth(h, 1), fifth(h, 2), fifth(h, 3), b, at.of_set[2 * half]);
+                    multiply_more(halves[1], u.z, u.w, fifth(h, 4), fifth(h, 5), fifth(h, 6), fifth(h, 7), b,
+                                  at.of_set[2 * half + 1]);
+                } else {
+                    multiply4(halves[0], u.x, u.y, b, at.of_set[2 * half]);
+                    multiply4(halves[1], u.z, u.w, b, at.of_set[2 * half + 1]);
+                }
             }
-            const u8* scale = record + SCALES + (s * 32 + lane) * SCALE_BYTES;
-            if (HAS_MINIMUM) {
-                float2 dm = __half22float2(*(const __half2*)scale);
-                total = fmaf(dm.x, f.x * (float)sum, fmaf(dm.y, f.y + f.z, total));
-            } else {
-                total = fmaf(half_as_float(scale), fmaf(f.x, (float)sum, -(float)OFFSET * (f.y + f.z)), total);
+            Sums sums = halves[0] + halves[1];
+            if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
+                float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+                if (HAS_MINIMUM) {
+                    uint2 pair = ((const uint2*)(record + SCALES))[Base::scale_at(set, at)];
+                    float2 d0 = __half22float2(*(const __half2*)&pair.x), d1 = __half22float2(*(const __half2*)&pair.y);
+                    total0 = fmaf(d0.x, f.x * (float)sums.row0(), fmaf(d0.y, f.w, total0));
+                    total1 = fmaf(d1.x, f.x * (float)sums.row1(), fmaf(d1.y, f.w, total1));
+                } else {
+                    float2 d = __half22float2(((const __half2*)(record + SCALES))[Base::scale_at(set, at)]);
+                    total0 = fmaf(d.x, fmaf(f.x, (float)sums.row0(), -(float)OFFSET * f.w), total0);
+                    total1 = fmaf(d.y, fmaf(f.x, (float)sums.row1(), -(float)OFFSET * f.w), total1);
+                }
             }
         }
-        return total;
+        return make_float2(total0, total1);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
-        int at = p.step * 32 + p.lane, code = nibble_at(record + at * 16, p.e);
-        if (HAS_FIFTH) code |= (((const u32*)(record + HIGH))[at] >> (8 * (p.e & 3) + (p.e >> 2)) & 1) << 4;
-        const u8* scale = record + SCALES + at * SCALE_BYTES;
+        int code = p.nibble(record);
+        if (HAS_FIFTH) code |= p.fifth_of(((const u32*)(record + HIGH))[p.step * 32 + p.lane]) << 4;
+        const u8* scale = record + SCALES + (Base::scale_at(row, column) * 2 + p.row) * SCALE_BYTES;
         float product = __fmul_rn(half_as_float(scale), (float)(code - OFFSET));
         return HAS_MINIMUM ? __fadd_rn(product, half_as_float(scale + 2)) : product;
     }
@@ -207,80 +262,104 @@ template <int STEPS> using Q4_1 = Legacy<STEPS, false, true>;
 template <int STEPS> using Q5_0 = Legacy<STEPS, true, false>;
 template <int STEPS> using Q5_1 = Legacy<STEPS, true, true>;
 
-template <int STEPS> struct Q8_0 {  // d code, int8
-    static constexpr int COLUMNS = 64 * STEPS, SCALES = 1024 * STEPS, BYTES = SCALES + 64 * STEPS;
+template <int STEPS> struct Q8_0 : Stepped<STEPS> {  // d code, int8
+    using Base = Stepped<STEPS>;
+    static constexpr int SCALES = 1024 * STEPS, BYTES = SCALES + 64 * STEPS;
 
-    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
-        const uint4* codes = (const uint4*)record + lane;
-        int first = k + (lane & 1) * 32;
-        const float4* sp = xs + (k >> 5) + (lane & 1);
-        float total = 0;
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        const uint4* codes = (const uint4*)record + at.index;
+        float total0 = 0, total1 = 0;
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            uint4 a = codes[s * 64], b = codes[s * 64 + 32];
-            int sum = dot16(a.x, a.y, a.z, a.w, x.at(first + s * 64)) + dot16(b.x, b.y, b.z, b.w, x.at(first + s * 64 + 16));
-            total = fmaf(half_as_float(record + SCALES + (s * 32 + lane) * 2), sp[s * 2].x * (float)sum, total);
+        for (int set = 0; set < Base::SETS; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            Sums halves[2];
+#pragma unroll
+            for (int i = 0; i < Base::GROUPS; i++) {
+                uint4 u = codes[(set * Base::GROUPS + i) * 32];
+                multiply(halves[i % 2], u.x, u.y, u.z, u.w, b, at.of_set[i]);
+            }
+            Sums sums = halves[0] + halves[1];
+            if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
+                float scale = x.scales[(k >> 5) + set * 4 + at.t].x;
+                float2 d = __half22float2(((const __half2*)(record + SCALES))[Base::scale_at(set, at)]);
+                total0 = fmaf(d.x, scale * (float)sums.row0(), total0);
+                total1 = fmaf(d.y, scale * (float)sums.row1(), total1);
+            }
         }
-        return total;
+        return make_float2(total0, total1);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
-        i8 code = ((const i8*)record)[(p.step * 64 + (p.e >> 4) * 32 + p.lane) * 16 + (p.e & 15)];
-        return __fmul_rn(half_as_float(record + SCALES + (p.step * 32 + p.lane) * 2), (float)code);
+        i8 code = ((const i8*)record)[((p.step * 2 + p.group) * 32 + p.lane) * 16 + (p.e >> 2) * 8 + p.row * 4 + (p.e & 3)];
+        return __fmul_rn(half_as_float(record + SCALES + (Base::scale_at(row, column) * 2 + p.row) * 2), (float)code);
     }
 };
 
-// F16 and BF16: the value itself. Activations come as codes like everywhere; products are summed in float32.
-template <int STEPS, bool IS_BF16> struct Plain16 {
-    static constexpr int COLUMNS = 64 * STEPS, BYTES = 2048 * STEPS;
+// F16 and BF16: the value itself times codes that are small whole numbers, exact in either type; summed in float32.
+template <int STEPS, bool IS_BF16> struct Plain16 : Stepped<STEPS> {
+    using Base = Stepped<STEPS>;
+    static constexpr int BYTES = 2048 * STEPS;
 
     static __device__ __forceinline__ float2 two(u32 word) {
         if (IS_BF16) return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
         return __half22float2(*(const __half2*)&word);
     }
 
-    // The code of one activation: its bytes, made unsigned, side by side in the last bits of 2^23.
-    static __device__ __forceinline__ float code(u32 high, u32 low, int which) {
-        u32 bits = __byte_perm(__byte_perm(low, high, (4 + which) << 4 | which), 0x4b000000u, 0x7410);
-        return __uint_as_float(bits) - (8388608.f + 32768.f + 128.f);
+    // Signed bytes `which` and `which` + 1 of a word as two 16-bit floats.
+    static __device__ __forceinline__ u32 two_codes(u32 word, int which) {
+        u32 unsigned_bytes = word ^ 0x80808080u;
+        float a = byte_as_float(unsigned_bytes, which) - 128.f, b = byte_as_float(unsigned_bytes, which + 1) - 128.f;
+        u32 packed;
+        if (IS_BF16)
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
+        else
+            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
+        return packed;
     }
 
-    // Four products with the codes in one word of each plane.
-    static __device__ __forceinline__ float four(u32 a, u32 b, u32 high, u32 low, float sum) {
-        high ^= 0x80808080u, low ^= 0x80808080u;
-        float2 front = two(a), back = two(b);
-        sum = fmaf(front.x, code(high, low, 0), sum);
-        sum = fmaf(front.y, code(high, low, 1), sum);
-        sum = fmaf(back.x, code(high, low, 2), sum);
-        return fmaf(back.y, code(high, low, 3), sum);
+    // 16 rows by 16 weights times eight columns of codes.
+    static __device__ __forceinline__ void multiply(float (&sums)[4], uint4 a, u32 b0, u32 b1) {
+        if (IS_BF16)
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                "{%0, %1, %2, %3};"
+                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+        else
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                "{%0, %1, %2, %3};"
+                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
     }
 
-    static __device__ __forceinline__ float eight(uint4 w, u32 h0, u32 l0, u32 h1, u32 l1, float sum) {
-        return four(w.z, w.w, h1, l1, four(w.x, w.y, h0, l0, sum));
-    }
-
-    static __device__ __forceinline__ float dot(const u8* record, int lane, Codes x, const float4* xs, int k) {
-        const uint4* weights = (const uint4*)record + lane;
-        int first = k + (lane & 1) * 32;
-        const float4* sp = xs + (k >> 5) + (lane & 1);
-        float total = 0;
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        const uint4* weights = (const uint4*)record + at.index;
+        float total0 = 0, total1 = 0;
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            Codes::Sixteen xa = x.at(first + s * 64), xb = x.at(first + s * 64 + 16);
-            float sum = eight(weights[s * 128], xa.high.x, xa.low.x, xa.high.y, xa.low.y, 0.f);
-            sum = eight(weights[s * 128 + 32], xa.high.z, xa.low.z, xa.high.w, xa.low.w, sum);
-            sum = eight(weights[s * 128 + 64], xb.high.x, xb.low.x, xb.high.y, xb.low.y, sum);
-            sum = eight(weights[s * 128 + 96], xb.high.z, xb.low.z, xb.high.w, xb.low.w, sum);
-            total = fmaf(sp[s * 2].x, sum, total);
+        for (int set = 0; set < Base::SETS; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            u32 codes[4] = {two_codes(b.x, 0), two_codes(b.x, 2), two_codes(b.y, 0), two_codes(b.y, 2)};
+            float sums[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < Base::GROUPS; i++) {
+                const uint4* group = weights + (set * Base::GROUPS + i) * 64;
+                u32 mask = at.of_set[i];
+                multiply(sums, group[0], codes[0] & mask, codes[1] & mask);
+                multiply(sums, group[32], codes[2] & mask, codes[3] & mask);
+            }
+            if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
+                float scale = x.scales[(k >> 5) + set * 4 + at.t].x;
+                total0 = fmaf(scale, fmaf(256.f, sums[0], sums[1]), total0);
+                total1 = fmaf(scale, fmaf(256.f, sums[2], sums[3]), total1);
+            }
         }
-        return total;
+        return make_float2(total0, total1);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
-        u32 word = ((const u32*)record)[((p.step * 4 + (p.e >> 3)) * 32 + p.lane) * 4 + (p.e >> 1 & 3)];
-        float2 pair = two(word);
+        int at = ((p.step * 2 + p.group) * 2 + (p.e >> 2)) * 32 + p.lane;
+        float2 pair = two(((const u32*)record)[at * 4 + (p.e >> 1 & 1) * 2 + p.row]);
         return p.e & 1 ? pair.y : pair.x;
     }
 };
