@@ -269,7 +269,7 @@ def test_ctrl_c_ends_the_answer_with_its_summary(model: str, monkeypatch: pytest
     monkeypatch.setattr(run_tool, "write", write)
     result = bytefloor("run", "-m", model, "-p", "once upon")
     assert result.exit_code == 130
-    assert result.stderr.startswith("[cancelled] prompt")
+    assert "\n[cancelled] prompt" in result.stderr
     assert result.stdout.endswith("\n")
 
 
