@@ -27,11 +27,13 @@ class LiveBytes(TorchDispatchMode):
                 self._known.add(tensor.untyped_storage())
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return made
 
     def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known:
+            return
         self._known.add(storage)
         self.now += storage.nbytes()
         self.most = max(self.most, self.now)

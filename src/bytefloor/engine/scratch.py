@@ -83,14 +83,18 @@ def step_bytes(step: Step, plan: CachePlan, item_bytes: int, own_bytes: OwnBytes
 
 
 def _attention_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: int) -> int:
-    """Scores, masked scores and weights of a chunk; keys and values of the band, also copied for each head."""
+    """Scores, masked scores and weights of a chunk; keys and values of the band, one copied for each head."""
     assert call.cache is not None
     kind, n_heads = call.cache.kind, call.sizes["H"]
     assert isinstance(n_heads, int)
     n_band = band_positions(kind, plan)
-    scores = sizes["T"] * n_band * (3 * n_heads * item_bytes + 2)
+    scores = sizes["T"] * n_band * n_heads * item_bytes
+    masks = 3 * sizes["T"] * n_band
     gathered = 2 * n_band * kind.n_kv_heads * kind.head_size * item_bytes
-    return scores + 2 * gathered + n_band * n_heads * kind.head_size * item_bytes
+    # torch's batched product wants keys (then values) once a query head, unless one view serves all heads.
+    is_copied = 1 < kind.n_kv_heads < n_heads
+    copied = n_band * n_heads * kind.head_size * item_bytes if is_copied else 0
+    return max(2 * gathered, gathered + masks + 2 * scores + max(scores, copied))
 
 
 def band_positions(kind: CacheKind, plan: CachePlan) -> int:
