@@ -221,6 +221,7 @@ def test_the_answer_is_on_standard_output_and_the_rest_is_not(model: str) -> Non
     assert "[max_tokens 4] prompt " in result.stderr
     assert "answer 4 tokens" in result.stderr
     assert "seed 7" in result.stderr
+    assert result.stderr.startswith("note: weights 0.01 GB, cache 0.00 GB (512 positions), scratch 0.")
     assert "note: the model has no chat template" in result.stderr
     assert "no chat template" not in bytefloor("run", "-m", model, "-n", "4", "--raw", input="once upon").stderr
     assert "tok/s" not in result.stdout

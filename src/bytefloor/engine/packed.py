@@ -42,7 +42,6 @@ class PackedWeights:
         others = (w for f in fused for call in f.replaces for w in call.weights if len(w.shape) != 2)
         self._others = list({id(weight): weight for weight in others}.values())
         self._vectors = {id(w): torch.empty(w.shape, device="meta") for w in self._others}
-        self._is_allocated = False
 
     def _room_for(self, group: Sequence[Weight]) -> Tensor:
         """Bytes for a group, not yet filled. UnsupportedError for gate and up of different formats."""
