@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,11 +21,15 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakSet = weakref.WeakSet()
 
     def __torch_dispatch__(
-        self, function: Callable, types: tuple, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+        self, function: OpOverload, types: tuple, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._known.add(tensor.untyped_storage())
+        with self:  # under inference mode an op made of others comes whole, and what it holds would not be seen
+            made = function.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
         made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:

@@ -18,7 +18,7 @@ from bytefloor.engine.loading import DEVICE_ROUNDING, EngineOptions, open_engine
 from bytefloor.engine.memory import MemoryPlan, available_bytes, check_memory
 from bytefloor.engine.progress import Silent
 from bytefloor.engine.prompt import prompt_bytes
-from bytefloor.engine.reference import Precision, ReferenceExecutor
+from bytefloor.engine.reference import Precision, ReferenceExecutor, refuse_not_finite
 from bytefloor.engine.scratch import Rehearsal, step_bytes
 from bytefloor.engine.synthetic import SHAPES, Shape, checkpoint_of
 from bytefloor.errors import CapacityError, FileError
@@ -26,6 +26,7 @@ from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import Step
+from bytefloor.model.weights import Weight
 from bytefloor.tools.bench import BenchOptions, bench
 from kernel_twins import TwinDevice, TwinKernel
 from live_bytes import LiveBytes
@@ -170,7 +171,7 @@ def planned_scratch(step: Step, plan: CachePlan) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32)])
+@pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32), (64, 32)])
 def test_a_prompt_on_the_device_takes_what_was_planned(
     twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int
 ) -> None:
@@ -204,7 +205,7 @@ def test_all_that_the_device_executor_keeps_was_planned(twins: TwinDevice, name:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32)])
+@pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32), (64, 32)])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_a_prompt_of_the_reference_executor_takes_what_was_planned(
     name: str, n: int, chunk: int, weights: torch.dtype
@@ -243,6 +244,18 @@ def test_a_rehearsal_counts_and_takes_nothing() -> None:
         views = made[10:], table + 1
     assert rehearsal.n_bytes == 2016
     assert all(tensor.device.type == "meta" for tensor in (made, table, *views))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_looking_for_values_that_are_not_finite_takes_no_memory(value: float) -> None:
+    (stored,) = (tensor for name, tensor in model_of("llama").checkpoint.tensors.items() if name == "output.weight")
+    values = torch.full((300, 400), 3e38)
+    with LiveBytes() as live:
+        refuse_not_finite(Weight("head", stored), values)
+    assert live.most < 1000
+    values[170, 333] = value
+    with pytest.raises(FileError, match=r"tensor output\.weight holds values that are not finite"):
+        refuse_not_finite(Weight("head", stored), values)
 
 
 # --- what there is

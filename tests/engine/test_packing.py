@@ -74,7 +74,7 @@ def whole(name: str, group: Sequence[Weight]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("n_rows", [16, 32, 43, 80])
+@pytest.mark.parametrize("n_rows", [16, 32, 43, 72])
 @pytest.mark.parametrize("n_members", [1, 2])
 @pytest.mark.parametrize("rows_a_chunk", [16, 32, 1000])
 def test_chunks_give_the_bytes_of_the_whole(
