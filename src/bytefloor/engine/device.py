@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,12 +17,14 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import ARCHITECTURES, load_kernels
-from bytefloor.engine.memory import check_memory
-from bytefloor.engine.packed import PackedWeights, Progress
-from bytefloor.engine.planner import DeviceMemory, LaunchPlanner
-from bytefloor.engine.prompt import PromptRunner
+from bytefloor.engine.memory import MemoryPlan, check_memory
+from bytefloor.engine.packed import PackedWeights
+from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
+from bytefloor.engine.progress import COMPILING, Progress, Silent
+from bytefloor.engine.prompt import PromptRunner, prompt_bytes, unpack_specs
+from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
-from bytefloor.model.fuse import fuse_one_row
+from bytefloor.model.fuse import Fused, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
 
 MOST_ROWS_ONE_BY_ONE = 24
@@ -31,7 +35,9 @@ class DeviceExecutor:
     """Runs a step on a CUDA device.
 
     step: the plain list, with 16-bit activation codes and a bf16 cache.
-    banned_ids: tokens that ``decode_greedy`` never takes.
+    banned_ids: tokens that ``decode_greedy`` never takes. advice: ends the error of a model that does not fit.
+
+    What needs no memory comes first: plan, refuse, compile. Then memory is taken and weights are packed.
     UnsupportedError when a weight's format, a shape or the device has no kernel: whoever asked may take the reference
     executor then, and must say so.
     """
@@ -44,13 +50,19 @@ class DeviceExecutor:
         device: torch.device | str = "cuda",
         banned_ids: frozenset[int] = frozenset(),
         progress: Progress | None = None,
+        advice: str = "",
     ) -> None:
         self.step, self.plan, self.device = step, plan, torch.device(device)
+        progress = progress or Silent()
         fused = fuse_one_row(step)
         self.architecture = device_architecture(self.device)
         self.weights = PackedWeights(fused, self.device)
         check_list(step)
-        check_memory(self.weights.n_bytes(), self.cache_bytes(), self.device)
+        launches, memory_plan = self._rehearse(fused)
+        check_memory(memory_plan, progress, advice)
+        unpacks = unpack_specs(step, self.weights)
+        specs = [*(launch.kernel for launch in launches), *unpacks.values()]
+        kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
         self._stream = torch.cuda.Stream(self.device)
         self._memory = self._allocate(banned_ids)
@@ -61,10 +73,12 @@ class DeviceExecutor:
         self.launches = planner.plan_all()
         self._written = planner.written
         self.weights.pack(progress)
-        kernels = load_kernels([launch.kernel for launch in self.launches], self.architecture)
+        torch.cuda.empty_cache()  # what packing took is of no size and stream that a prompt could use again
         self._nodes = [(kernels[launch.kernel], launch) for launch in self.launches]
         self._graph = self._capture()
-        self._prompts = PromptRunner(step, self.weights, self.pools, self.architecture)
+        self._prompts = PromptRunner(
+            step, self.weights, self.pools, {key: kernels[spec] for key, spec in unpacks.items()}
+        )
 
     # --- memory
 
@@ -86,10 +100,19 @@ class DeviceExecutor:
         """Bytes of the page pools."""
         return sum(self.plan.n_bytes(kind, self.step.n_cache_layers[kind.name]) for kind in self.step.kinds)
 
+    def _rehearse(self, fused: Sequence[Fused]) -> tuple[list[Launch], MemoryPlan]:
+        """The launches and all bytes, from planning without memory."""
+        with Rehearsal() as rehearsal:
+            launches = LaunchPlanner(fused, self.weights, self._allocate(frozenset())).plan_all()
+        beside_cache = rehearsal.n_bytes - self.cache_bytes()
+        scratch = beside_cache + max(self.weights.packing_bytes(), prompt_bytes(self.step, self.plan, self.device))
+        plan = MemoryPlan(self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity)
+        return launches, plan
+
     def _allocate(self, banned_ids: frozenset[int]) -> DeviceMemory:
         v = self.step.logits.shape[-1]
         assert isinstance(v, int)
-        banned = torch.zeros(v, dtype=torch.uint8)
+        banned = torch.zeros(v, dtype=torch.uint8, device=self.device)
         banned[sorted(banned_ids)] = 1
         tables = {kind.name: self._ints(self.plan.n_table(kind)) for kind in self.step.kinds}
         return DeviceMemory(
@@ -99,7 +122,7 @@ class DeviceExecutor:
             tables=tables,
             state=torch.tensor([0, 0, 1], dtype=torch.int32, device=self.device),
             history=self._ints(self.plan.capacity + 1),
-            banned=banned.to(self.device),
+            banned=banned,
             logits=torch.zeros(v, device=self.device),
         )
 

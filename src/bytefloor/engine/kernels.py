@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,14 +168,22 @@ def _checked(result: tuple, name: str) -> Any:
 def load_kernels(
     specs: Sequence[KernelSpec], architecture: str, progress: Callable[[int, int], None] | None = None
 ) -> Mapping[KernelSpec, Kernel]:
-    """Each distinct spec once, compiled on as many threads as there are cores. progress: (done, in all)."""
+    """Each distinct spec once, compiled on as many threads as there are cores. progress: (done, in all).
+
+    KernelError of the first that does not compile, without waiting for those not begun.
+    """
     import cuda.core  # noqa: F401  (imported here once: its first import is not safe from several threads)
 
     unique = list(dict.fromkeys(specs))
     loaded: dict[KernelSpec, Kernel] = {}
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        for kernel, code in zip(unique, pool.map(lambda k: machine_code(k, architecture), unique), strict=True):
-            loaded[kernel] = Kernel(kernel, code)
-            if progress is not None:
-                progress(len(loaded), len(unique))
+        waiting = {pool.submit(machine_code, kernel, architecture): kernel for kernel in unique}
+        try:
+            for done in as_completed(waiting):
+                loaded[waiting[done]] = Kernel(waiting[done], done.result())
+                if progress is not None:
+                    progress(len(loaded), len(unique))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return loaded

@@ -10,7 +10,9 @@ import torch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.engine import Engine, Executor, never_sampled
-from bytefloor.engine.reference import Precision, Progress, ReferenceExecutor
+from bytefloor.engine.memory import Advice
+from bytefloor.engine.progress import Progress
+from bytefloor.engine.reference import Precision, ReferenceExecutor
 from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.files.stored import Checkpoint
@@ -70,7 +72,10 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     tokenizer = open_tokenizer(checkpoint)
     plan = CachePlan(choose_context(options.context, model), options.chunk, options.n_sequences)
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
-    executor, notices = make_executor(model, plan, device, WEIGHT_TYPES[options.weights], banned, progress)
+    shorter = "a shorter context (-c) needs less"
+    narrower = "a shorter context (-c) or --weights bf16 needs less"
+    advice = Advice(kernels=shorter, reference=narrower if options.weights == "float32" else shorter)
+    executor, notices = make_executor(model, plan, device, WEIGHT_TYPES[options.weights], banned, progress, advice)
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size)
@@ -84,15 +89,19 @@ def make_executor(
     weights: torch.dtype = torch.float32,
     banned_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
+    advice: Advice | None = None,
 ) -> tuple[Executor, tuple[str, ...]]:
     """The kernels where they can run this model, otherwise the reference executor; and what the user should be told."""
     notices: tuple[str, ...] = ()
+    advice = advice or Advice()
     if device.type == "cuda":
         try:
             if plan.n_sequences > 1:
                 raise UnsupportedError(f"{plan.n_sequences} sequences at once: the kernels take one")
             step = build_step(model.config, model.weights, DEVICE_ROUNDING)
-            executor = DeviceExecutor(step, plan, device=device, banned_ids=banned_ids, progress=progress)
+            executor = DeviceExecutor(
+                step, plan, device=device, banned_ids=banned_ids, progress=progress, advice=advice.kernels
+            )
             told = "--weights has no effect: the kernels read weights as the file has them"
             return executor, () if weights == torch.float32 else (told,)
         except UnsupportedError as error:
@@ -101,7 +110,10 @@ def make_executor(
         torch.cuda.empty_cache()
     step = build_step(model.config, model.weights, Rounding())
     precision = Precision(weights=weights)
-    return ReferenceExecutor(step, plan, device=device, precision=precision, progress=progress), notices
+    found = ReferenceExecutor(
+        step, plan, device=device, precision=precision, progress=progress, advice=advice.reference
+    )
+    return found, notices
 
 
 def choose_device(name: str) -> torch.device:

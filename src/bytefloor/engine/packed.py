@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from bytefloor.engine.progress import LOADING, Progress
 from bytefloor.engine.reference import refuse_not_finite
-from bytefloor.errors import BytefloorError, UnsupportedError
+from bytefloor.engine.staging import STAGING_BYTES, Staging
+from bytefloor.errors import BytefloorError, FileError, ShapeError, UnsupportedError
 from bytefloor.formats import stream
+from bytefloor.formats.finite import finite_rows
 from bytefloor.model.fuse import Fused, FusedEmbed, FusedProduct
 from bytefloor.model.step import OpCall
 from bytefloor.model.weights import Weight
 
-CHECKED_VALUES = 1 << 26
-"""Values decoded at a time to see that all are finite: 256 MB beside the weights."""
-Progress = Callable[[int, int], None]
+CHUNK_WEIGHTS = 1 << 25
+"""Weights that are checked and packed at a time: bounds the scratch, and is enough work for a device at once."""
+PACKING_BYTES_A_WEIGHT = 10
+"""Of intermediate tensors, at most, while a chunk is checked and packed: five copies of 16-bit weights."""
+Carry = Callable[[Sequence[Tensor]], AbstractContextManager[Sequence[Tensor]]]
 
 
 class PackedWeights:
     """The matrices of a fused list.
 
     Gate and up become one matrix whose rows alternate, so that one block has both rows of an output. Sizes are known at
-    once; ``allocate`` takes the memory, ``pack`` fills it.
+    once, and until ``allocate`` takes the memory all tensors are ``meta``, which launches can be planned with; ``pack``
+    fills it.
     """
 
     def __init__(self, fused: Sequence[Fused], device: torch.device) -> None:
         self.device = device
         self._products = [matrix(call) for f in fused if isinstance(f, FusedProduct) for call in f.products]
         self._groups = _find_groups(fused)
+        self._places = {id(w): (id(group[0]), len(group), i) for group in self._groups for i, w in enumerate(group)}
         self._packed = {id(group[0]): self._room_for(group) for group in self._groups}
-        self._vectors: dict[int, Tensor] = {}
+        others = (w for f in fused for call in f.replaces for w in call.weights if len(w.shape) != 2)
+        self._others = list({id(weight): weight for weight in others}.values())
+        self._vectors = {id(w): torch.empty(w.shape, device="meta") for w in self._others}
 
     def _room_for(self, group: Sequence[Weight]) -> Tensor:
         """Bytes for a group, not yet filled. UnsupportedError for gate and up of different formats."""
@@ -39,11 +49,17 @@ class PackedWeights:
         if len(forms) > 1:
             names = ", ".join(sorted(forms))
             raise UnsupportedError(f"{group[0].name}: gate and up have different formats: {names}")
-        return torch.empty(self._n_bytes(group), dtype=torch.uint8, device="meta")
+        n_rows = padded_rows(sum(weight.shape[0] for weight in group))
+        n_bytes = self.form_of(group[0]).n_bytes(n_rows, group[0].shape[1])
+        return torch.empty(n_bytes, dtype=torch.uint8, device="meta")
 
     def allocate(self) -> None:
-        """Take the memory, so that launches can be planned before the long work of packing."""
+        """Take the memory of the matrices, and read the vectors, so that launches can be planned for good."""
         self._packed = {key: torch.empty_like(packed, device=self.device) for key, packed in self._packed.items()}
+        for weight in self._others:
+            values = weight.load()
+            refuse_not_finite(weight, values)
+            self._vectors[id(weight)] = values.to(self.device).contiguous()
 
     def form_of(self, weight: Weight) -> stream.StreamForm:
         """The stream form of a matrix."""
@@ -54,33 +70,67 @@ class PackedWeights:
         return sum(self.form_of(w).n_bytes(padded_rows(w.shape[0]), w.shape[1]) for w in weights)
 
     def n_bytes(self) -> int:
-        """Bytes of all packed matrices."""
-        return self._n_bytes([weight for group in self._groups for weight in group])
+        """Bytes of all packed matrices and of the vectors."""
+        return sum(tensor.nbytes for tensor in (*self._packed.values(), *self._vectors.values()))
+
+    def packing_bytes(self) -> int:
+        """The most that packing takes beside the matrices: chunks on their way, and intermediates of one."""
+        largest = max(sum(weight.shape[0] for weight in group) * group[0].shape[1] for group in self._groups)
+        staged = 2 * STAGING_BYTES if self.device.type == "cuda" else 0
+        return staged + PACKING_BYTES_A_WEIGHT * min(CHUNK_WEIGHTS, largest)
 
     def moved_bytes(self) -> int:
         """Bytes that one token streams: those of every product, each once."""
         return self._n_bytes(self._products)
 
-    def pack(self, progress: Progress | None) -> None:
-        """Read every matrix, refuse values that are not finite, pack. progress: (bytes done, bytes in all)."""
+    def pack(self, progress: Progress) -> None:
+        """Read every matrix chunk by chunk, pack each on the device; refuse values that are not finite.
+
+        Nothing waits for the device before all is packed: which rows are finite stays there until then.
+        """
         total, done = sum(w.n_bytes for group in self._groups for w in group), 0
+        carry = self._carry()
+        finite: list[tuple[Weight, Tensor]] = []
         for group in self._groups:
-            stored = [{name: part.to(self.device) for name, part in w.stored.read().items()} for w in group]
-            for weight, parts in zip(group, stored, strict=True):
-                _refuse_bad_values(weight, parts)
-            parts = stored[0] if len(stored) == 1 else {k: _alternate([s[k] for s in stored]) for k in stored[0]}
-            padded = {name: _pad_rows(part) for name, part in parts.items()}
-            self._packed[id(group[0])].copy_(self.form_of(group[0]).pack(padded).view(-1))
-            done += sum(weight.n_bytes for weight in group)
-            if progress is not None:
-                progress(done, total)
+            parts = [_checked_rows(weight, weight.stored.read()) for weight in group]
+            flags = [torch.ones(weight.shape[0], dtype=torch.bool, device=self.device) for weight in group]
+            n_bytes = sum(weight.n_bytes for weight in group)
+            for first, stop in chunks_of(group):
+                self._pack_chunk(group, parts, flags, (first, stop), carry)
+                progress.advance(LOADING, done + n_bytes * stop // group[0].shape[0], total)
+            done += n_bytes
+            finite += zip(group, flags, strict=True)
+        _refuse_bad_rows(finite)
+
+    def _carry(self) -> Carry:
+        """What brings tensors to the device: nothing where they are there already."""
+        if self.device.type == "cpu":
+            return nullcontext
+        staging = Staging(self.device)
+        return lambda tensors: staging.on_device(tensors) if tensors[0].device.type == "cpu" else nullcontext(tensors)
+
+    def _pack_chunk(
+        self,
+        group: Sequence[Weight],
+        parts: Sequence[dict[str, Tensor]],
+        flags: Sequence[Tensor],
+        rows: tuple[int, int],
+        carry: Carry,
+    ) -> None:
+        """Rows first .. stop of each matrix of a group, which are whole tiles of what is packed."""
+        names, form, chosen = list(parts[0]), self.form_of(group[0]), slice(*rows)
+        with carry([member[name][chosen] for member in parts for name in names]) as there:
+            tensors = iter(there)
+            chunk = [{name: next(tensors) for name in names} for _ in group]
+            for weight, member, flag in zip(group, chunk, flags, strict=True):
+                flag[chosen] = _finite_rows(weight, member, rows[0])
+            whole = {name: _pad_rows(_alternate([member[name] for member in chunk])) for name in names}
+            packed = form.pack(whole).view(-1)
+            begin = form.n_bytes(len(group) * rows[0], group[0].shape[1])
+            self._packed[id(group[0])][begin : begin + packed.numel()].copy_(packed)
 
     def vector(self, weight: Weight) -> Tensor:
-        """A norm's weight or a scalar, float32 on the device, read once."""
-        if id(weight) not in self._vectors:
-            values = weight.load()
-            refuse_not_finite(weight, values)
-            self._vectors[id(weight)] = values.to(self.device).contiguous()
+        """A norm's weight or a scalar, float32 on the device."""
         return self._vectors[id(weight)]
 
     def packed(self, weight: Weight) -> Tensor:
@@ -89,11 +139,8 @@ class PackedWeights:
 
     def packed_rows(self, weight: Weight) -> tuple[Tensor, int, int]:
         """(packed bytes, step, offset): row i of the matrix is row step * i + offset of what is packed."""
-        for group in self._groups:
-            for place, member in enumerate(group):
-                if member is weight:
-                    return self._packed[id(group[0])], len(group), place
-        raise KeyError(weight.name)
+        key, n_members, place = self._places[id(weight)]
+        return self._packed[key], n_members, place
 
 
 def _find_groups(fused: Sequence[Fused]) -> list[list[Weight]]:
@@ -115,9 +162,19 @@ def matrix(call: OpCall, operand: str = "weight") -> Weight:
     return weight
 
 
+def chunks_of(group: Sequence[Weight]) -> Iterator[tuple[int, int]]:
+    """Rows (first, stop) of each matrix, multiples of a tile's but for the end: few enough to stage and to pack."""
+    n_rows, k = group[0].shape
+    row_bytes = sum(-(-weight.n_bytes // weight.shape[0]) for weight in group)
+    n = min(CHUNK_WEIGHTS // (len(group) * k), STAGING_BYTES // row_bytes)
+    step = max(1, n // stream.ROWS) * stream.ROWS
+    for first in range(0, n_rows, step):
+        yield first, min(first + step, n_rows)
+
+
 def _alternate(rows: Sequence[Tensor]) -> Tensor:
     """Rows of several matrices by turns: gate 0, up 0, gate 1, up 1, ..."""
-    return torch.stack(list(rows), dim=1).flatten(0, 1)
+    return rows[0] if len(rows) == 1 else torch.stack(list(rows), dim=1).flatten(0, 1)
 
 
 def padded_rows(n: int) -> int:
@@ -131,14 +188,29 @@ def _pad_rows(part: Tensor) -> Tensor:
     return part if missing == 0 else torch.cat((part, part.new_zeros(missing, *part.shape[1:])))
 
 
-def _refuse_bad_values(weight: Weight, parts: dict[str, Tensor]) -> None:
-    """What decoding would refuse, packing must not let through: the values are decoded once, some rows at a time."""
-    record = weight.stored.require_format()
-    n_rows = next(iter(parts.values())).shape[0]
-    step = max(1, CHECKED_VALUES // weight.shape[1])
-    for start in range(0, n_rows, step):
-        try:
-            values = record.decode({name: part[start : start + step] for name, part in parts.items()})
-        except BytefloorError as error:
-            raise type(error)(f"tensor {weight.stored.name}, rows from {start}: {error}") from None
-        refuse_not_finite(weight, values)
+def _checked_rows(weight: Weight, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parts, each of which is cut by the rows of the matrix."""
+    for name, part in parts.items():
+        if part.dim() == 0 or part.shape[0] != weight.shape[0]:
+            found, expected = list(part.shape), weight.shape[0]
+            raise ShapeError(f"tensor {weight.stored.name}: part {name} has shape {found}, expected {expected} rows")
+    return parts
+
+
+def _finite_rows(weight: Weight, parts: dict[str, Tensor], first: int) -> Tensor:
+    try:
+        return finite_rows(weight.stored.require_format(), parts)
+    except BytefloorError as error:
+        raise type(error)(f"tensor {weight.stored.name}, rows from {first}: {error}") from None
+
+
+def _refuse_bad_rows(finite: Sequence[tuple[Weight, Tensor]]) -> None:
+    """FileError that names the first tensor and row with a flag (bool [N] a matrix) that is not set."""
+    flags = torch.cat([flag for _, flag in finite])
+    if bool(flags.all()):
+        return
+    row = int(flags.logical_not().nonzero()[0])
+    for weight, flag in finite:
+        if row < flag.shape[0]:
+            raise FileError(f"tensor {weight.stored.name} holds values that are not finite, the first in row {row}")
+        row -= flag.shape[0]

@@ -6,7 +6,7 @@ values go to the same bf16 pages that the decode kernels read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.kernels import Kernel, load_kernels, spec
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.kernels import Kernel, KernelSpec, spec
 from bytefloor.engine.packed import PackedWeights
-from bytefloor.engine.reference import last_uses
+from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, step_bytes
 from bytefloor.model.step import Buffer, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.op import ITEM_BYTES, Sizes
 
 UNPACK_THREADS = 256
 BLOCKS_A_MULTIPROCESSOR = 8
@@ -26,29 +28,50 @@ MOST_SCRATCH_FLOATS = 1 << 27
 """A head of 262,144 rows is unpacked and multiplied in parts of this size."""
 
 
-class PromptRunner:
-    """Runs batches of many rows of one sequence on packed weights and the pages of a device executor."""
+def unpack_specs(step: Step, weights: PackedWeights) -> dict[int, KernelSpec]:
+    """The kernel that unpacks each matrix of the list, by the identity of the weight."""
+    matrices = (weight for call in step.calls for weight in call.weights if len(weight.shape) == 2)
+    return {
+        id(weight): spec("unpack", UNPACK_THREADS, FORM=weights.form_of(weight).name, K=weight.shape[1])
+        for weight in matrices
+    }
 
-    def __init__(self, step: Step, weights: PackedWeights, pools: dict[str, Tensor], architecture: str) -> None:
-        self._step, self._weights, self._pools = step, weights, pools
+
+def prompt_bytes(step: Step, plan: CachePlan, device: torch.device) -> int:
+    """The most that a chunk of a prompt takes beside weights and cache."""
+    workspace = BLAS_WORKSPACE_BYTES if device.type == "cuda" else 0
+    return workspace + step_bytes(step, plan, ITEM_BYTES["float32"], _unpacked_bytes)
+
+
+def _unpacked_bytes(call: OpCall, sizes: Sizes) -> int:
+    """Of the part of a matrix that a product has before it; embedding rows are as large as their result."""
+    if call.op.name != "linear":
+        return 0
+    (weight,) = call.weights
+    n, k = weight.shape
+    return ITEM_BYTES["float32"] * k * min(n, most_rows(k))
+
+
+def most_rows(k: int) -> int:
+    """Rows of a matrix of k columns that are unpacked at a time."""
+    return max(1, MOST_SCRATCH_FLOATS // k)
+
+
+class PromptRunner:
+    """Runs batches of many rows of one sequence on packed weights and the pages of a device executor.
+
+    kernels: those of ``unpack_specs``, loaded.
+    """
+
+    def __init__(
+        self, step: Step, weights: PackedWeights, pools: dict[str, Tensor], kernels: Mapping[int, Kernel]
+    ) -> None:
+        self._step, self._weights, self._pools, self._kernels = step, weights, pools, kernels
         self._device = weights.device
-        self._kernels = self._load(architecture)
         n_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
         self._n_blocks = n_multiprocessors * BLOCKS_A_MULTIPROCESSOR
         self._calls = [(call, *self._bind(call)) for call in step.calls]
         self._last_uses = last_uses(step)
-
-    def _matrices(self) -> list[Weight]:
-        weights = (weight for call in self._step.calls for weight in call.weights if len(weight.shape) == 2)
-        return list({id(weight): weight for weight in weights}.values())
-
-    def _load(self, architecture: str) -> dict[int, Kernel]:
-        specs = {
-            id(weight): spec("unpack", UNPACK_THREADS, FORM=self._weights.form_of(weight).name, K=weight.shape[1])
-            for weight in self._matrices()
-        }
-        loaded = load_kernels(list(specs.values()), architecture)
-        return {key: loaded[kernel] for key, kernel in specs.items()}
 
     def _bind(self, call: OpCall) -> tuple[Callable[..., Any], dict[str, Any], list[tuple[str, int]]]:
         """The function of a call, what it always gets, and which buffers it reads."""
@@ -77,7 +100,7 @@ class PromptRunner:
         n, k = weight.shape
         if not x.shape[0]:
             return x.new_empty(0, n)  # a chunk that wants no logits leaves the head, the largest matrix, unread
-        part = max(1, MOST_SCRATCH_FLOATS // k)
+        part = most_rows(k)
         parts = [x @ self._unpack(weight, min(part, n - first), first=first).T for first in range(0, n, part)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

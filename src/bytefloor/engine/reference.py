@@ -11,13 +11,14 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
-from bytefloor.engine.memory import check_memory
+from bytefloor.engine.memory import MemoryPlan, check_memory
+from bytefloor.engine.progress import LOADING, Progress, Silent
+from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, n_values, step_bytes
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
 
 Observer = Callable[[OpCall, Tensor], None]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class DenseRows:
 class ReferenceExecutor:
     """Runs a step on a torch device.
 
-    step: the list. plan: how much cache to allocate. progress: called with (bytes done, bytes in all) while loading.
-    CapacityError with both numbers when weights and cache do not fit in memory.
+    step: the list. plan: how much cache to allocate. progress: shows the memory it will take, and loading.
+    CapacityError with all numbers, and ``advice``, when weights, cache and scratch do not fit in memory.
     """
 
     def __init__(
@@ -69,12 +70,15 @@ class ReferenceExecutor:
         device: str | torch.device = "cpu",
         precision: Precision | None = None,
         progress: Progress | None = None,
+        advice: str = "",
     ) -> None:
         self.step = step
         self.plan = plan
         self.precision = precision or Precision()
         self.device = torch.device(device)
-        check_memory(self.weight_bytes(), self.cache_bytes(), self.device)
+        progress = progress or Silent()
+        memory = MemoryPlan(self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity)
+        check_memory(memory, progress, advice)
         self._tensors = self._load(progress)
         self.pools = {kind.name: self._allocate(kind) for kind in step.kinds}
         self._calls = [self._bind(call) for call in step.calls]
@@ -98,6 +102,14 @@ class ReferenceExecutor:
             for kind in self.step.kinds
         )
 
+    def scratch_bytes(self) -> int:
+        """The most that is taken beside weights and cache: while a tensor is decoded, or while a chunk runs."""
+        # Float32 values are kept as they are decoded; another dtype is a second tensor.
+        narrowed = [4 * n_values(weight) for weight in self._dense_weights() if self._dtype(weight) != torch.float32]
+        workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
+        running = step_bytes(self.step, self.plan, self.precision.compute.itemsize, lambda call, sizes: 0)
+        return max(workspace + running, *narrowed, 0)
+
     def _page_elements(self, kind: CacheKind) -> int:
         return 2 * kind.n_kv_heads * self.plan.page_size * kind.head_size
 
@@ -110,14 +122,11 @@ class ReferenceExecutor:
         return self.precision.weights if len(weight.shape) == 2 else self.precision.compute
 
     def _kept_bytes(self, weight: Weight) -> int:
-        n = 1
-        for axis in weight.shape:
-            n *= axis
-        return n * self._dtype(weight).itemsize
+        return n_values(weight) * self._dtype(weight).itemsize
 
     # --- loading
 
-    def _load(self, progress: Progress | None) -> dict[int, Any]:
+    def _load(self, progress: Progress) -> dict[int, Any]:
         dense = self._dense_weights()
         total = sum(weight.n_bytes for weight in dense)
         tensors: dict[int, Any] = {}
@@ -127,8 +136,7 @@ class ReferenceExecutor:
             refuse_not_finite(weight, values)
             tensors[id(weight)] = values.to(device=self.device, dtype=self._dtype(weight))
             done += weight.n_bytes
-            if progress is not None:
-                progress(done, total)
+            progress.advance(LOADING, done, total)
         return tensors
 
     def _allocate(self, kind: CacheKind) -> Tensor:
@@ -199,20 +207,8 @@ class ReferenceExecutor:
             pool.fill_(value)
 
 
-def last_uses(step: Step) -> list[list[int]]:
-    """For each call, the buffers that nothing after it reads: they can be dropped behind it."""
-    last: dict[int, int] = {}
-    for index, call in enumerate(step.calls):
-        last |= {operand.id: index for operand in call.operands.values() if isinstance(operand, Buffer)}
-    inputs = {buffer.id for buffer in (*step.inputs.values(), *step.tables.values())}
-    ends: list[list[int]] = [[] for _ in step.calls]
-    for buffer_id, index in last.items():
-        if buffer_id not in inputs:
-            ends[index].append(buffer_id)
-    return ends
-
-
 def refuse_not_finite(weight: Weight, values: Tensor) -> None:
     """FileError that names the tensor."""
-    if not bool(torch.isfinite(values).all()):
+    # Its extremes say it, NaN among them, and take no memory, where isfinite takes that of the tensor again.
+    if not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
         raise FileError(f"tensor {weight.stored.name} holds values that are not finite")

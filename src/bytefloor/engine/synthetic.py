@@ -18,15 +18,11 @@ from torch import Tensor
 from bytefloor.errors import RequestError
 from bytefloor.files.stored import Checkpoint, StoredTensor
 from bytefloor.formats import get
+from bytefloor.formats.finite import SCALE_OFFSETS
 from bytefloor.formats.record import QuantFormat
 
 PREFIX = "synthetic:"
 MIXTURES = ("Q4_K_M", "Q8_0", "BF16")
-SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-}  # fmt: skip
-"""Where a block's fp16 scales stand."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ in memory of its own, on the device of its parts, and each weight is the exact v
 where the format rounds. A group is counted along its row, in errors too.
 
 record: the QuantFormat record. chunks: walking large tensors. checks: refusing wrong parts. minifloat: E2M1, E4M3 and
-E8M0 numbers. blocks: GGUF blocks; plain, legacy, kquants, iquants, ggml: its types. affine: MLX. fp4, fp8: the rest.
+E8M0 numbers. finite: which rows hold NaN or infinity. blocks: GGUF blocks; plain, legacy, kquants, iquants, ggml: its
+types. affine: MLX. fp4, fp8: the rest.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.loading import choose_device, make_executor
+from bytefloor.engine.memory import Advice
+from bytefloor.engine.progress import Silent
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.stream_limit import measure_stream_gb_s
 from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
@@ -101,16 +103,26 @@ def bench(name: str | None, options: BenchOptions) -> Iterable[Row]:
     if not depths and not prompts:
         raise RequestError(f"nothing to measure: {margin} positions beside prompt or depth, {most} in all")
     capacity = options.capacity or max((*depths, *prompts)) + margin
-    executor, notices = make_executor(model, CachePlan(capacity, PROMPT_CHUNK), device)
+    words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
+    notes, advice = _Notes(), Advice(words, words)
+    executor, notices = make_executor(model, CachePlan(capacity, PROMPT_CHUNK), device, progress=notes, advice=advice)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
     for notice in notices:
-        print(f"note: {notice}", file=sys.stderr)
+        notes.note(notice)
     runner = _Runner(executor, model, options, measure_stream_gb_s(device))
     runner.check_kernels()
     for depth in depths:
         yield runner.decode(depth)
     for n_prompt in prompts:
         yield runner.prompt(n_prompt)
+
+
+class _Notes(Silent):
+    """Lines on standard error; a measurement needs no bar."""
+
+    def note(self, line: str) -> None:
+        """One line."""
+        print(f"note: {line}", file=sys.stderr)
 
 
 def _those_that_fit(lengths: tuple[int, ...], most: int) -> list[int]:

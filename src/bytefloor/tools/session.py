@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import EngineOptions, Opened, open_engine
+from bytefloor.engine.progress import LOADING
 from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.errors import RequestError
@@ -33,16 +34,33 @@ class Answer:
     finish: Finish
 
 
+class OpeningBar:
+    """How far opening a model has come: a bar on a terminal, which goes when all is done, and notes that stay."""
+
+    def __init__(self, console: Console, name: str) -> None:
+        self._console = console
+        columns = (TextColumn("{task.description} {task.fields[amount]}", markup=False), BarColumn())
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.bar.add_task("opening", total=None, amount=name)
+
+    def note(self, line: str) -> None:
+        """One line, however narrow the terminal is."""
+        self._console.print(f"note: {line}", markup=False, soft_wrap=True)
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        """``loading 1.25/7.52 GB`` or ``compiling kernels 12/40``."""
+        amount = f"{done / 1e9:.2f}/{total / 1e9:.2f} GB" if stage == LOADING else f"{done}/{total}"
+        self.bar.update(self._task, description=stage, amount=amount, completed=done, total=total)
+
+
 def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
     """Notices and the bar go to standard error, so that standard output is the answer alone."""
     path = find_model(name)
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(path.name, total=None)
-        opened = open_engine(path, options, lambda done, total: bar.update(task, completed=done, total=total))
+    opening = OpeningBar(Console(stderr=True, highlight=False), path.name)
+    with opening.bar:
+        opened = open_engine(path, options, opening)
     for notice in opened.notices:
-        console.print(f"note: {notice}", markup=False)
+        opening.note(notice)
     return opened
 
 

@@ -1,0 +1,107 @@
+"""How much memory running takes beside weights and cache, worked out before any is taken.
+
+Buffers of the launches are counted by planning them once without memory. What a step of the plain list takes is the
+most over its calls of: values that are still needed, the result, and what the op's reference holds while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from bytefloor.engine.cache import CachePlan
+from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
+from bytefloor.model.weights import Weight
+from bytefloor.ops.op import Sizes, n_elements
+
+BLAS_WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS takes for the stream that it is used on, on Hopper; less elsewhere."""
+RESULTS_A_CALL = 4
+"""The most results of its own size that the reference of a plain op holds: its formula, term by term."""
+OwnBytes = Callable[[OpCall, Sizes], int]
+
+
+class Rehearsal(TorchFunctionMode):
+    """Tensors made for a device under it have no memory (they are ``meta``); n_bytes is what they would have taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes = 0
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not kwargs or kwargs.get("device") is None:
+            return function(*args, **(kwargs or {}))
+        made = function(*args, **{**kwargs, "device": "meta"})
+        self.n_bytes += made.nbytes
+        return made
+
+
+def last_uses(step: Step) -> list[list[int]]:
+    """For each call, the buffers that nothing after it reads: they can be dropped behind it."""
+    last: dict[int, int] = {}
+    for index, call in enumerate(step.calls):
+        last |= {operand.id: index for operand in call.operands.values() if isinstance(operand, Buffer)}
+    inputs = {buffer.id for buffer in (*step.inputs.values(), *step.tables.values())}
+    ends: list[list[int]] = [[] for _ in step.calls]
+    for buffer_id, index in last.items():
+        if buffer_id not in inputs:
+            ends[index].append(buffer_id)
+    return ends
+
+
+def step_bytes(step: Step, plan: CachePlan, item_bytes: int, own_bytes: OwnBytes) -> int:
+    """The most that the plain list takes for a whole chunk at the end of a full cache, as the engine asks for it: one
+    row of logits a sequence.
+
+    item_bytes: of an activation. own_bytes: what a product or an embedding holds beside its result.
+    """
+    sizes = {"T": min(plan.chunk, plan.capacity), "R": plan.n_sequences, "B": plan.n_sequences}
+    sizes |= {f"P.{kind.name}": plan.n_table(kind) for kind in step.kinds}
+    held: dict[int, int] = {}
+    most = 0
+    for call, ends in zip(step.calls, last_uses(step), strict=True):
+        # A cache write has no result; what it rounds and scatters is as large as its keys.
+        shape = call.operands["k"].shape if call.output is None else call.output.shape
+        result = item_bytes * n_elements(shape, sizes)
+        taken = own_bytes(call, sizes) + RESULTS_A_CALL * result
+        if call.op.reads_cache:
+            taken += _attention_bytes(call, plan, sizes, item_bytes)
+        most = max(most, sum(held.values()) + taken)
+        if call.output is not None:
+            held[call.output.id] = result
+        for buffer_id in ends:
+            held.pop(buffer_id, None)
+    return most
+
+
+def _attention_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: int) -> int:
+    """Scores, masked scores and weights of a chunk; keys and values of the band, one copied for each head."""
+    assert call.cache is not None
+    kind, n_heads = call.cache.kind, call.sizes["H"]
+    assert isinstance(n_heads, int)
+    n_band = band_positions(kind, plan)
+    scores = sizes["T"] * n_band * n_heads * item_bytes
+    masks = 3 * sizes["T"] * n_band
+    gathered = 2 * n_band * kind.n_kv_heads * kind.head_size * item_bytes
+    # torch's batched product wants keys (then values) once a query head, unless one view serves all heads.
+    is_copied = 1 < kind.n_kv_heads < n_heads
+    copied = n_band * n_heads * kind.head_size * item_bytes if is_copied else 0
+    return max(2 * gathered, gathered + masks + 2 * scores + max(scores, copied))
+
+
+def band_positions(kind: CacheKind, plan: CachePlan) -> int:
+    """Positions that the rows of a chunk see together, at most."""
+    return plan.capacity if kind.window is None else min(plan.capacity, kind.window - 1 + plan.chunk)
+
+
+def n_values(weight: Weight) -> int:
+    """Numbers that a weight holds."""
+    return n_elements(weight.shape, {})
