@@ -47,8 +47,7 @@ class TwinDevice:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put the twins where the executor looks for kernels, streams and graphs."""
-        for module in (device_module, prompt_module):
-            monkeypatch.setattr(module, "load_kernels", self.load_kernels)
+        monkeypatch.setattr(device_module, "load_kernels", self.load_kernels)
         monkeypatch.setattr(device_module, "device_architecture", lambda device: "sm_90a")
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
         for module in (planner_module, prompt_module):

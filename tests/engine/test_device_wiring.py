@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bytefloor.engine import prompt as prompt_module
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
@@ -50,7 +49,6 @@ Make = Callable[..., DeviceExecutor]
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     twins = TwinDevice()
-    monkeypatch.setattr(prompt_module, "load_kernels", None, raising=False)  # the twins replace it there too
     twins.install(monkeypatch)
 
     def make_executor(step: Step, banned: frozenset[int] = frozenset()) -> DeviceExecutor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bytefloor.engine import memory as memory_module
-from bytefloor.engine import prompt as prompt_module
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
@@ -94,7 +93,6 @@ def test_advice_names_what_helps_there(monkeypatch: pytest.MonkeyPatch, tmp_path
 @pytest.fixture
 def twins(monkeypatch: pytest.MonkeyPatch) -> TwinDevice:
     device = TwinDevice()
-    monkeypatch.setattr(prompt_module, "load_kernels", None, raising=False)  # the twins replace it there too
     device.install(monkeypatch)
     return device
 

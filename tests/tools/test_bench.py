@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 import kernel_twins
 from bytefloor.cli import app
 from bytefloor.engine import loading
-from bytefloor.engine import prompt as prompt_module
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.synthetic import SHAPES, Shape
 from bytefloor.errors import NumericalError, RequestError
@@ -29,7 +28,6 @@ TINY = Shape("llama", 256, 512, 2, 8, 2, 64, 272, 256, False, {"rope.freq_base":
 def twins(monkeypatch: pytest.MonkeyPatch) -> kernel_twins.TwinDevice:
     """A CPU that the executor takes for a device with kernels."""
     device = kernel_twins.TwinDevice()
-    monkeypatch.setattr(prompt_module, "load_kernels", None, raising=False)  # the twins replace it there too
     device.install(monkeypatch)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
 

@@ -91,14 +91,14 @@ def _bit_plane(bits: Tensor) -> Tensor:
     the word gives, in byte order, the bits of the four elements that are one register of a tensor core.
     """
     runs = bits.unflatten(-1, (2, 4)).flatten(-4, -2)
-    weights = torch.tensor([1 << b for b in range(8)], dtype=torch.uint8, device=bits.device)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8)
 
 
 def _crumb_planes(upper: Tensor) -> Tensor:
     """The same for 2-bit values: uint8 [..., 2 groups, 4], a word for each group, two bits at 2 b, b = 2 row + h."""
     runs = upper.unflatten(-1, (2, 4)).flatten(-3, -2)
-    weights = torch.tensor([1 << 2 * b for b in range(4)], dtype=torch.uint8, device=upper.device)
+    weights = 1 << 2 * torch.arange(4, dtype=torch.uint8, device=upper.device)
     return (runs * weights[:, None]).sum(dim=-2, dtype=torch.uint8)
 
 
