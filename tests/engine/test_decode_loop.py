@@ -20,7 +20,7 @@ from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
-from bytefloor.text.stream import StreamDecoder
+from device_sampling import Numbers
 from kernel_twins import TwinDevice, TwinKernel
 
 N_ROWS, N_TOKENS, CAPACITY = 283, 270, 144
@@ -43,24 +43,6 @@ SAMPLINGS = {
     "no cut": SamplingParams(seed=8, top_k=0, top_p=1.0, min_p=0.0, n_logprobs=3, logprobs_after=True),
     "mirostat": SamplingParams(seed=4, mirostat_tau=3.0, temperature=2.0),
 }
-
-
-class Numbers:
-    """A tokenizer whose tokens are their own numbers in writing."""
-
-    n_tokens = N_TOKENS
-    suppressed_ids = frozenset({3, 4})
-    control_ids: frozenset[int] = frozenset()
-    add_space_prefix = False
-
-    def __init__(self) -> None:
-        self.end_ids: frozenset[int] = frozenset()
-
-    def token_bytes(self, id: int) -> bytes:
-        return f"<{id}>".encode()
-
-    def stream(self, prompt_ids: tuple[int, ...], keep_special: object) -> StreamDecoder:
-        return StreamDecoder(self, prompt_ids)
 
 
 class TwinEvent:
@@ -111,7 +93,7 @@ def make(step: Step, trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> Make:
         executor = DeviceExecutor(step, CachePlan(**settings), device="cpu", banned_ids=never)
         twins.know(executor)
         executor.poison()
-        engine = Engine(executor, Numbers(), N_ROWS)
+        engine = Engine(executor, Numbers(N_TOKENS), N_ROWS)
         if not loops:
             engine._loop = None
         return engine

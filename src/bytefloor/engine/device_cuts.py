@@ -12,9 +12,6 @@ from torch import Tensor
 GROUP = 64
 """Numbers whose maximum stands for them. As many groups, or candidates, are sorted by one block of threads."""
 
-TINY = 1e-300
-"""A share of 0 still keeps one: whatever lies above 0 is reached by the first candidate that counts."""
-
 
 def descending(values: Tensor) -> tuple[Tensor, Tensor]:
     """Values sorted, and where each stood; equal ones stay in order."""
@@ -52,14 +49,14 @@ def cut_typical(values: Tensor, mass: float) -> None:
     _, order = descending(-(-log_p - entropy).abs())
     running = p.index_select(0, order).cumsum(0)
     is_past = torch.zeros_like(values, dtype=torch.bool)
-    is_past.scatter_(0, order[1:], running[:-1] >= running[-1:].clamp(max=max(mass, TINY)))
+    is_past.scatter_(0, order[1:], running[:-1] >= running[-1:].clamp(max=mass))
     values.masked_fill_(is_past, -torch.inf)
 
 
 def cut_top_p(values: Tensor, mass: float) -> None:
     """Keeps the smallest set of this mass, highest first. values descend."""
     running = (values - values[:1]).exp().cumsum(0)
-    values[1:].masked_fill_(running[:-1] >= running[-1:] * max(mass, TINY), -torch.inf)
+    values[1:].masked_fill_(running[:-1] >= running[-1:] * mass, -torch.inf)
 
 
 def cut_below(values: Tensor, log_share: float) -> None:

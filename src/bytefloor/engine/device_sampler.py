@@ -19,7 +19,6 @@ from torch import Tensor
 from bytefloor.engine.cache import ceil_div
 from bytefloor.engine.device_cuts import (
     GROUP,
-    TINY,
     cut_below,
     cut_surprising,
     cut_top_choices,
@@ -35,17 +34,21 @@ from bytefloor.engine.sampling_params import BAN_AT, SamplingParams
 FORESEEN = 16
 """Positions whose random numbers the host computes and copies at once."""
 
+_TINY = 1e-300
+"""In place of a random number of 0: the first sum to reach it is that of the first candidate, and of none before it."""
+
 _N_CHECKED = 5
 """Numbers at the start of a record: token, sum of exp(logit - shift), shift, the token's logit, mass drawn from."""
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """token: int64 [1]. The rest float64 [1]: a logit near the best, the mass drawn from (not finite where nothing can
-    be drawn), and, where it is asked for, the natural logarithm of the token's probability in it. tops: the best and
-    their logarithms."""
+    """token: int64 [1]. The rest float64 [1]: the token's bare logit and one about as high as any, the mass drawn from
+    (not finite where nothing can be drawn), and, where it is asked for, the natural logarithm of the token's
+    probability in it. tops: the best and their logarithms."""
 
     token: Tensor
+    logit: Tensor
     shift: Tensor
     mass: Tensor
     log_p: Tensor
@@ -145,7 +148,7 @@ class DeviceSampler:
             return
         self._n_foreseen = end = min(place + FORESEEN, self._uniforms.shape[0])
         drawn = np.array([uniforms(self._seed, at - 1) for at in range(place, end)])
-        drawn[:, 0] = np.maximum(drawn[:, 0], TINY)
+        drawn[:, 0] = np.maximum(drawn[:, 0], _TINY)
         self._host_uniforms.numpy()[place:end] = drawn
         self._uniforms[place:end].copy_(self._host_uniforms[place:end], non_blocking=True)
 
@@ -156,31 +159,34 @@ class DeviceSampler:
 
         Runs behind the logits kernel, which has put its own best token there and moved the position on.
         """
-        place = self._memory.state[1:2].long()
-        drawn = self._draw(place)
-        logits = self._memory.logits
-        # NaN, +inf or nothing but -inf anywhere in the row, banned or not, leaves no finite sum.
-        total = torch.sub(logits, drawn.shift).exp_().sum(0, keepdim=True)
-        chosen = logits.index_select(0, drawn.token).double()
-        tops = drawn.tops or self._bare_tops()
-        torch.cat(
-            (drawn.token.double(), total, drawn.shift, chosen, drawn.mass, drawn.log_p, self._mu, *tops),
-            out=self.record,
-        )
-        if not self._takes_best:
+        if self._takes_best:
+            drawn = self._best_of_kernel()
+        else:
+            place = self._memory.state[1:2].long()
+            self._adjust()
+            drawn = self._best() if self.params.is_greedy else self._draw(place)
             self._remember(drawn.token, place)
+        # NaN, +inf or nothing but -inf in the row, on banned ids or not, leaves no finite sum.
+        total = torch.sub(self._memory.logits, drawn.shift).exp_().sum(0, keepdim=True)
+        tops = drawn.tops or self._bare_tops()
+        checked = (drawn.token.double(), total, drawn.shift, drawn.logit, drawn.mass)
+        torch.cat((*checked, drawn.log_p, self._mu, *tops), out=self.record)
+
+    def _best_of_kernel(self) -> _Drawn:
+        # The kernel's word for NaN is -1, which must not be looked up.
+        token = self._memory.state[:1].clamp_(0, self._n_vocabulary - 1).long()
+        logit = self._logit(token)
+        return _Drawn(token, logit, logit, logit, self._zero)
+
+    def _best(self) -> _Drawn:
+        best, token = self._scores.max(0, keepdim=True)
+        value = best.double()
+        return _Drawn(token, self._logit(token), self._shift(value), value, self._zero)
+
+    def _logit(self, token: Tensor) -> Tensor:
+        return self._memory.logits.index_select(0, token).double()
 
     def _draw(self, place: Tensor) -> _Drawn:
-        if self._takes_best:
-            # The kernel's word for NaN is -1, which must not be looked up.
-            token = self._memory.state[:1].clamp_(0, self._n_vocabulary - 1).long()
-            value = self._memory.logits.index_select(0, token).double()
-            return _Drawn(token, value, value, self._zero)
-        self._adjust()
-        if self.params.is_greedy:
-            best, token = self._scores.max(0, keepdim=True)
-            value = best.double()
-            return _Drawn(token, self._shift(value), value, self._zero)
         uniform = self._uniforms.index_select(0, place)[0]
         values, ids, shift = self._candidates(uniform[1:])
         return self._drawn(values, ids, shift, uniform[:1])
@@ -250,7 +256,7 @@ class DeviceSampler:
         if params.logprobs_after and self._n_tops:
             values, order = descending(distances - mass.log())
             tops = self._filled(ids.index_select(0, order), values)
-        return _Drawn(token, shift, mass, log_p, tops)
+        return _Drawn(token, self._logit(token), shift, mass, log_p, tops)
 
     def _bare_tops(self) -> tuple[Tensor, ...]:
         """The model's own best, as logits."""
