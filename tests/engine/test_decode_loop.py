@@ -11,6 +11,7 @@ import torch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop
 from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.device_sampler import DeviceSampler
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampling_params import SamplingParams
@@ -213,8 +214,9 @@ def test_a_loop_of_words_is_found_as_before(make: Make) -> None:
     assert run(engine, request)[-1].finish.reason == "loop"
 
 
-@pytest.mark.parametrize("n_steps", [1, 2, 3, 12])
+@pytest.mark.parametrize("n_steps", [1, 2, 10, 12])
 def test_cancelled_between_steps(make: Make, n_steps: int) -> None:
+    """After 10 steps 64 rows are kept, a whole page, and the step ahead has taken the next one."""
     engines = [make(), make(loops=False)]
     told = []
     for engine in engines:
@@ -249,6 +251,24 @@ def test_nan_logits_in_the_middle_are_the_same_error(make: Make, trouble: Troubl
         assert {name: pool.n_free for name, pool in engine._pools.items()} == free
         assert ids_of(run(engine, request)) == ids_of(healthy)
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("name", ["greedy penalised over all", "all", "mirostat"])
+def test_a_step_handed_back_is_done_over_by_the_host(
+    make: Make, monkeypatch: pytest.MonkeyPatch, launched: list[int], name: str
+) -> None:
+    """Its sampler stands where the device's stood; the loop then goes on where the host has left off."""
+    real, n_read = DeviceSampler.read, 0
+
+    def read(self, row):
+        nonlocal n_read
+        n_read += 1
+        return None if n_read in (4, 5, 13) else real(self, row)
+
+    monkeypatch.setattr(DeviceSampler, "read", read)
+    compare(make, Request(PROMPT, max_tokens=30, sampling=SAMPLINGS[name], ignores_end=True))
+    assert n_read == 29
+    assert launched.count(len(PROMPT) + 4) == 2
 
 
 def test_an_exception_in_the_loop_loses_the_sequence_and_no_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,6 @@ class DecodeLoop:
             device_sampler.load(sampler, ids, n_prompt)
             self._trunk.place(ids[-1], len(ids) - 1)
         self._host, self._position = sampler, len(ids) - 1
-        self._under_way.clear()
 
     def _sampler_for(self, sampler: Sampler) -> DeviceSampler:
         """The one of the request before where it asked for the same: a seed is no part of the graph."""
