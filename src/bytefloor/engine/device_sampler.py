@@ -254,7 +254,9 @@ class DeviceSampler:
             self._mu.sub_((-log_p / self._ln_2 - params.mirostat_tau) * params.mirostat_eta)
         tops: tuple[Tensor, ...] = ()
         if params.logprobs_after and self._n_tops:
-            values, order = descending(distances - mass.log())
+            # Logits that differ may have one log-probability; then the lower id comes first.
+            ids, order = ids.sort()
+            values, order = descending((distances - mass.log()).index_select(0, order))
             tops = self._filled(ids.index_select(0, order), values)
         return _Drawn(token, self._logit(token), shift, mass, log_p, tops)
 
