@@ -49,6 +49,26 @@ def test_ring_never_puts_two_live_pages_in_one_place(chunk: int) -> None:
         cache.commit(chunk)
 
 
+def test_writable_is_what_needs_no_page() -> None:
+    _, _, cache = make(capacity=10)
+    assert not cache.is_writable(1)
+    batch = Batch()
+    cache.show(batch, 3)
+    assert batch.tables == {kind.name: [cache.table(kind)] for kind in KINDS}
+    assert batch.tokens == []
+    assert cache.is_writable(4)
+    assert not cache.is_writable(5)
+    twin = cache.fork()
+    assert not cache.is_writable(1)
+    cache.show(batch, 1)
+    assert len(batch.copies) == len(KINDS)
+    twin.free()
+    advance(cache, 8)
+    cache.reserve(2)
+    assert cache.is_writable(2)
+    assert not cache.is_writable(3)
+
+
 def test_null_page_is_never_handed_out() -> None:
     _, pools, _ = make()
     taken = [pools["global"].take() for _ in range(pools["global"].n_free)]

@@ -143,7 +143,7 @@ class SequenceCache:
         n_reserved: make this many positions writable where that is more: a device that feeds its own tokens back will
         write them too.
         """
-        batch.copies.extend(self.reserve(max(len(ids), n_reserved)))
+        self.show(batch, max(len(ids), n_reserved))
         first_row, index = len(batch.tokens), max(batch.sequence, default=-1) + 1
         places = range(self.length, self.length + len(ids))
         batch.tokens.extend(ids)
@@ -151,8 +151,17 @@ class SequenceCache:
         batch.slots.extend(places)
         batch.sequence.extend([index] * len(ids))
         batch.wanted.extend(first_row + row for row in wanted)
+
+    def show(self, batch: Batch, n_rows: int) -> None:
+        """Make the next n_rows positions writable, and put copies and tables that this takes into a batch; no rows."""
+        batch.copies.extend(self.reserve(n_rows))
         for kind in self.kinds:
             batch.tables.setdefault(kind.name, []).append(self.table(kind))
+
+    def is_writable(self, n_rows: int) -> bool:
+        """Whether the next n_rows positions need no page that is not held."""
+        end = self.length + n_rows
+        return end <= self.plan.capacity and not any(self._unwritable(kind, end) for kind in self.kinds)
 
     def commit(self, n_rows: int) -> None:
         """The rows are written. Pages that no later row can see are returned."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.decode_loop import DecodeLoop, Trunk
 from bytefloor.engine.kernels import ARCHITECTURES, load_kernels
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.packed import PackedWeights
@@ -65,6 +66,7 @@ class DeviceExecutor:
         kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
         self._stream = torch.cuda.Stream(self.device)
+        self._banned_ids = banned_ids
         self._memory = self._allocate(banned_ids)
         # Pinned, so that the copy to the device does not wait.
         self._host_state = torch.zeros(2, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -163,7 +165,8 @@ class DeviceExecutor:
             self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
         for name, rows in batch.tables.items():
             if self._shown_tables.get(name) != rows[0]:
-                self._memory.tables[name].copy_(torch.tensor(rows[0], dtype=torch.int32))
+                pinned = torch.tensor(rows[0], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+                self._memory.tables[name].copy_(pinned, non_blocking=True)
                 self._shown_tables[name] = rows[0]
 
     @torch.inference_mode()
@@ -202,6 +205,12 @@ class DeviceExecutor:
         start = batch.slots[-1]
         self._stream.synchronize()
         return self.history[start : start + n_tokens]
+
+    def make_loop(self) -> DecodeLoop:
+        """Decoding with the sampling on the device. Whoever asked keeps it: here it would keep the executor alive."""
+        return DecodeLoop(
+            Trunk(self._memory, self._stream, self._banned_ids, self._prepare, self._set_state, self._graph.replay)
+        )
 
     def host_us(self, n: int = 20) -> float:
         """Microseconds the host takes to start one token: what must stay below the device's time for one.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.prefix import PrefixStore
 from bytefloor.engine.request import Delta, Finish, Request
+from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
 from bytefloor.errors import CapacityError, NumericalError, RequestError
@@ -25,6 +27,10 @@ class Executor(Protocol):
     plan: CachePlan
 
     def run(self, batch: Batch) -> Tensor: ...
+
+    def make_loop(self) -> DecodeLoop | None:
+        """What decodes one sequence without the host in between; None where nothing can."""
+        ...
 
 
 def never_sampled(tokenizer: Tokenizer, vocabulary_size: int) -> frozenset[int]:
@@ -49,6 +55,9 @@ class Engine:
         self._prefixes = PrefixStore(executor.plan.n_snapshots)
         self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
         self._n_requests = 0
+        self._loop = executor.make_loop()
+        # Whose tokens go from the device to the device now.
+        self._looping: SequenceState | None = None
 
     @property
     def capacity(self) -> int:
@@ -103,6 +112,11 @@ class Engine:
         planned = self._scheduler.plan()
         if not planned:
             return []
+        if len(planned) == 1 and self._can_loop(planned[0][0]):
+            sampled = self._decode_ahead(planned[0][0])
+            if sampled is not None:
+                return [self._take(planned[0][0], sampled)]
+        self._leave_loop()
         batch, samplers = self._make_batch(planned)
         try:
             logits = self.executor.run(batch)
@@ -115,6 +129,53 @@ class Engine:
             sequence.cache.commit(n_rows)
         rows = logits.float().cpu().numpy()
         return [self._postprocess(sequence, rows[i]) for i, sequence in enumerate(samplers)]
+
+    def _can_loop(self, sequence: SequenceState) -> bool:
+        """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request."""
+        is_decoding = sequence.first_token_at is not None
+        return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
+
+    def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:
+        """The next token, while the device begins the one after it. None where the host must do this one over."""
+        loop = self._loop
+        assert loop is not None
+        try:
+            if self._looping is not sequence:
+                self._leave_loop()
+                self._looping = sequence
+                loop.start(sequence.sampler, sequence.ids, len(sequence.request.prompt_ids))
+            n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
+            while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
+                pass
+            sampled = loop.next()
+        except BaseException:
+            self._drop(sequence)
+            raise
+        if sampled is not None:
+            sequence.cache.commit(1)
+        return sampled
+
+    def _launch(self, loop: DecodeLoop, sequence: SequenceState, n_rows: int) -> bool:
+        """Start the last of the next n_rows steps. False, for one that is not needed yet, where pages are short."""
+        if sequence.cache.is_writable(n_rows):
+            loop.launch(None)
+            return True
+        shown = Batch()
+        try:
+            self._with_pages(lambda: sequence.cache.show(shown, n_rows))
+        except CapacityError:
+            if n_rows == 1:
+                raise
+            return False
+        loop.launch(shown)
+        return True
+
+    def _leave_loop(self) -> None:
+        """Throw away what was computed ahead, and return the pages it took."""
+        if self._looping is not None and self._loop is not None:
+            self._loop.stop()
+            self._looping.cache.rewind(self._looping.cache.length)
+        self._looping = None
 
     def _empty_cache(self) -> SequenceCache:
         return SequenceCache(self.executor.plan, self._kinds, self._pools)
@@ -130,34 +191,47 @@ class Engine:
         return batch, samplers
 
     def _append(self, sequence: SequenceState, batch: Batch, n_rows: int, wanted: list[int]) -> None:
-        """Old prefixes give up their pages before a running sequence goes without."""
         start = sequence.cache.length
+        rows = sequence.ids[start : start + n_rows]
+        self._with_pages(lambda: sequence.cache.append_rows(batch, rows, wanted))
+
+    def _with_pages(self, take: Callable[[], None]) -> None:
+        """Old prefixes give up their pages before a running sequence goes without."""
         while True:
             try:
-                return sequence.cache.append_rows(batch, sequence.ids[start : start + n_rows], wanted)
+                return take()
             except CapacityError:
                 if not self._prefixes.evict():
                     raise
 
     def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
-        is_prompt_done = sequence.first_token_at is None
         try:
-            delta = sequence.accept(logits, self.capacity)
+            sampled = sequence.sample(logits)
         except (NumericalError, RequestError) as error:
             # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
             # are worthless, so the cache goes.
             self._drop(sequence)
             return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
+        return self._take(sequence, sampled)
+
+    def _take(self, sequence: SequenceState, sampled: Sampled) -> Delta:
+        is_prompt_done = sequence.first_token_at is None
+        delta = sequence.accept(sampled, self.capacity)
         computed = sequence.ids[: sequence.cache.length]
         if is_prompt_done:
             self._prefixes.put(computed, sequence.cache.fork())
         if delta.finish is not None:
-            self._scheduler.remove(sequence)
+            self._remove(sequence)
             self._prefixes.put(computed, sequence.cache)
         return delta
 
-    def _drop(self, sequence: SequenceState) -> None:
+    def _remove(self, sequence: SequenceState) -> None:
+        if sequence is self._looping:
+            self._leave_loop()
         self._scheduler.remove(sequence)
+
+    def _drop(self, sequence: SequenceState) -> None:
+        self._remove(sequence)
         if sequence.has_started:
             sequence.cache.free()
 
@@ -166,7 +240,7 @@ class Engine:
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.request_id == request_id:
                 finish = sequence.finish("cancelled", "cancelled")
-                self._scheduler.remove(sequence)
+                self._remove(sequence)
                 if sequence.has_started:
                     self._prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
                 return finish

@@ -176,6 +176,9 @@ class ReferenceExecutor:
 
     # --- running
 
+    def make_loop(self) -> None:
+        """None: sampling is the host's here."""
+
     @torch.inference_mode()
     def run(self, batch: Batch, observe: Observer | None = None) -> Tensor:
         """Logits [R, V] in the compute dtype. observe: sees every call's output as it is made."""

@@ -35,7 +35,7 @@ class Sampled:
 
 
 class Sampler:
-    """One request's sampler: its seed, the tokens so far, mirostat's running bound.
+    """One request's sampler: its seed, the tokens so far, mirostat's running bound ``mu``.
 
     Speculation needs no undo: sample the rows one after another and stop at the first that differs from the draft.
     """
@@ -48,7 +48,7 @@ class Sampler:
     ) -> None:
         self.params = params
         self.seed = make_seed() if params.seed is None else params.seed
-        self._banned = _as_ids(banned_ids)
+        self.banned_ids = _as_ids(banned_ids)
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
         bias = np.fromiter(params.logit_bias.values(), np.float64, len(params.logit_bias))
         self._bias = np.where(bias <= BAN_AT, -np.inf, bias)
@@ -56,7 +56,7 @@ class Sampler:
         self._largest_prompt_id = max(prompt_ids, default=-1)
         self._n_vocabulary: int | None = None
         self._cuts = _cuts(params)
-        self._mu = 2 * params.mirostat_tau if params.mirostat_tau is not None else math.inf
+        self.mu = 2 * params.mirostat_tau if params.mirostat_tau is not None else math.inf
 
     def sample(self, logits: npt.NDArray[np.floating], position: int) -> Sampled:
         """The token for absolute `position`, which is also accepted. A refusal changes nothing."""
@@ -112,11 +112,11 @@ class Sampler:
                 raise RequestError(f"{what} names token id {largest}: expected 0 to {n_vocabulary - 1}")
         self._n_vocabulary = n_vocabulary
         # Banning what the model has no row for is no mistake: tokenizer and embedding often differ in size.
-        self._banned = self._banned[self._banned < n_vocabulary]
+        self.banned_ids = self.banned_ids[self.banned_ids < n_vocabulary]
 
     def _adjust(self, scores: Floats) -> None:
         """Bans, bias, penalties, in place."""
-        scores[self._banned] = -np.inf
+        scores[self.banned_ids] = -np.inf
         scores[self._bias_ids] += self._bias
         self._penalties.apply(scores)
 
@@ -142,7 +142,7 @@ class Sampler:
     def _cuts_now(self, u_xtc: float) -> list[Cut]:
         params = self.params
         if params.mirostat_tau is not None:
-            return [partial(keep_unsurprising, bits=self._mu)]
+            return [partial(keep_unsurprising, bits=self.mu)]
         if u_xtc < params.xtc_probability:
             return [*self._cuts, partial(drop_top_choices, threshold=params.xtc_threshold)]
         return self._cuts
@@ -151,7 +151,7 @@ class Sampler:
         """Mirostat 2: moves the bound against the error in surprise, in bits."""
         params = self.params
         if params.mirostat_tau is not None and not params.is_greedy:
-            self._mu -= params.mirostat_eta * (-log_p / math.log(2) - params.mirostat_tau)
+            self.mu -= params.mirostat_eta * (-log_p / math.log(2) - params.mirostat_tau)
 
 
 def uniforms(seed: int, position: int) -> tuple[float, float]:

@@ -23,7 +23,7 @@ class SequenceState:
         self.cache: SequenceCache
         self.has_started = False
         self.first_token_at: float | None = None
-        self._sampler = Sampler(request.sampling, request.prompt_ids, banned_ids)
+        self.sampler = Sampler(request.sampling, request.prompt_ids, banned_ids)
         self._end_ids = frozenset() if request.ignores_end else tokenizer.end_ids
         self._decoder = tokenizer.stream(request.prompt_ids, keep_special=request.shown_ids)
         self._stop = StopMatcher(request.stops)
@@ -45,9 +45,16 @@ class SequenceState:
         self._n_cached = cache.length
         self._started_at = time.perf_counter()
 
-    def accept(self, logits: Any, capacity: int) -> Delta:
-        """Sample the next token from a row of logits, and turn it into text. NumericalError for logits that are NaN."""
-        sampled = self._sampler.sample(logits, len(self.ids) - 1)
+    def sample(self, logits: Any) -> Sampled:
+        """The next token from a row of logits. NumericalError for logits that are NaN."""
+        return self.sampler.sample(logits, len(self.ids) - 1)
+
+    def may_go_on(self, capacity: int) -> bool:
+        """Whether a token may be wanted after the next one. What the next one is may still end the answer."""
+        return len(self.ids) + 1 < capacity and self.n_generated + 1 != self.request.max_tokens
+
+    def accept(self, sampled: Sampled, capacity: int) -> Delta:
+        """Turn the next token into text."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.ids.append(sampled.id)
@@ -86,5 +93,5 @@ class SequenceState:
             n_generated=self.n_generated,
             prompt_s=first - self._started_at,
             decode_s=end - first,
-            seed=self._sampler.seed,
+            seed=self.sampler.seed,
         )
