@@ -74,7 +74,7 @@ def test_rows_say_what_was_measured(twins: kernel_twins.TwinDevice) -> None:
     assert next(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, repeats=1))).tok_s_spread is None
 
 
-def test_sampled_tokens_are_those_of_the_sampler_and_repeat(twins: kernel_twins.TwinDevice) -> None:
+def test_sampled_tokens_repeat(twins: kernel_twins.TwinDevice) -> None:
     once, again = ([row.checksum for row in bench("synthetic:tiny/Q4_K_M", OPTIONS)] for _ in range(2))
     assert once == again
 

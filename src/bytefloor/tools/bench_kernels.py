@@ -61,9 +61,9 @@ class KernelOptions:
 class KernelRow(Measured):
     """One kernel at one shape. Times are medians of graphs of many launches. None: not of this kernel.
 
-    n, k: rows (of all matrices of the launch) and columns. heads: query heads/KV heads x head size, and depth: the
-    positions attention reads. file_bytes: as a file stores what is read; moved_bytes: as the device does.
-    gb_s: file_bytes / us. n_copies: matrices or caches that launches take by turns.
+    n, k: rows (of all matrices of the launch) and columns. heads: query heads/KV heads x head size; depth: positions
+    in the cache before the one that attention is at. file_bytes: as a file stores what is read; moved_bytes: as the
+    device does. gb_s: file_bytes / us. n_copies: matrices or caches that launches take by turns.
     """
 
     COLUMNS: ClassVar = (
@@ -170,7 +170,7 @@ def _describe_product(case: Case, fused: FusedProduct) -> Timed:
 
 def _describe_attention(case: Case, fused: FusedAttention, depth: int) -> Timed:
     kind, n_heads = fused.cache.kind, fused.attention.sizes["H"]
-    n_bytes = fused.attention.cache_bytes({"T": 1, "R": 1, "B": 1, "S": depth})
+    n_bytes = fused.attention.cache_bytes({"T": 1, "R": 1, "B": 1, "S": depth + 1})
     heads = f"{n_heads}/{kind.n_kv_heads}x{kind.head_size}"
     return Timed(_name(case, "attention", fused.part), None, None, heads, depth, kind.storage, n_bytes, n_bytes)
 
