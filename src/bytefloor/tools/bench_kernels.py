@@ -40,8 +40,9 @@ ROTATED_BYTES = 400_000_000
 """What a kernel reads before it meets the same bytes again: several times the largest L2, 60 MB."""
 MOST_COPIES = 64
 """Small matrices and short caches stay in L2 then, as they do when a model runs."""
-LEAST_LAUNCHES = 64
+LEAST_LAUNCHES = 256
 """Of a graph, so that starting it does not count."""
+WARM_UP = 3
 CHUNK = 64
 ROLES = {"q": "qkv", "o": "o", "gate": "gate_up", "down": "down", "embedding": "head", "head": "head"}
 """The first weight of a product, and what the product is called."""
@@ -95,7 +96,7 @@ class Case:
     """A small model, some of whose launches are timed.
 
     layers: those of the layers, and there are as many layers as rotation needs; otherwise the head's, of several
-    models of one layer. head_rows: rows of the head in a format, where they depend on it.
+    models of one layer. size_mb: 10^6 bytes of the head, where the format decides its rows.
     """
 
     name: str
@@ -244,7 +245,6 @@ class _Bench:
         stream_gb_s: float,
     ) -> None:
         self.case, self.kind, self.device, self.repeats, self.stream_gb_s = case, kind, device, repeats, stream_gb_s
-        self.is_wanted = is_wanted
         self.products = [t for t in _plan(case, kind, None) if is_wanted(t.shape)]
         self.attention = {d: [t for t in _plan(case, kind, d) if is_wanted(t.shape)] for d in depths}
 
@@ -335,5 +335,6 @@ def time_launches(launches: Sequence[Launch], architecture: str, device: torch.d
         for _ in range(n_rounds):
             for launch in launches:
                 kernels[launch.kernel].launch(handle, launch.grid, launch.arguments)
-    graph.replay()
+    for _ in range(WARM_UP):
+        graph.replay()
     return [timed_us(device, graph.replay) / (n_rounds * len(launches)) for _ in range(repeats)]
