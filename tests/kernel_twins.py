@@ -55,6 +55,7 @@ class TwinDevice:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: TwinStream())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: TwinStream())
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nothing())
+        monkeypatch.setattr(torch.cuda, "Event", TwinEvent)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", TwinGraph)
         monkeypatch.setattr(torch.cuda, "graph", self._capture)
 
@@ -76,6 +77,12 @@ class TwinStream:
     def synchronize(self) -> None: ...
 
     def wait_stream(self, other: object) -> None: ...
+
+
+class TwinEvent:
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class TwinGraph:

@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -203,8 +204,17 @@ def inspect(
         print_report(report, gb_s, tensors)
 
 
-@app.command()
+bench_app = typer.Typer(invoke_without_command=True)
+app.add_typer(bench_app, name="bench")
+
+OutputOption = Annotated[str, typer.Option("-o", "--output", help="md, json or csv.")]
+SaveOption = Annotated[Path | None, typer.Option("--save", help="Write the rows to this file too, as JSON.")]
+RepeatsOption = Annotated[int, typer.Option("-r", "--repeats", help="Measurements of which the median counts.")]
+
+
+@bench_app.callback()
 def bench(
+    call: typer.Context,
     model: Annotated[
         list[str] | None,
         typer.Option("-m", "--model", metavar="MODEL", help="May be repeated; synthetic:MODEL/MIXTURE too."),
@@ -212,39 +222,88 @@ def bench(
     prompts: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths, by commas; empty for none.")] = "512",
     tokens: Annotated[int, typer.Option("-n", "--tokens", help="Tokens of a measurement.")] = 128,
     depths: Annotated[str, typer.Option("-d", "--depth", help="Positions in the cache before it, by commas.")] = "0",
-    repeats: Annotated[int, typer.Option("-r", "--repeats", help="Measurements of which the median counts.")] = 5,
+    repeats: RepeatsOption = 5,
     context: ContextOption = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="md, json or csv.")] = "md",
-    save: Annotated[Path | None, typer.Option("--save", help="Write the rows to this file too, as JSON.")] = None,
+    output: OutputOption = "md",
+    save: SaveOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Measure tokens a second, and their share of the floor."""
-    import json
-    from dataclasses import asdict
-
+    if call.invoked_subcommand is not None:
+        _refuse_options_before(call)
+        return
     with interrupt.at_once():
-        from bytefloor.tools.bench import BenchOptions, Row, print_rows
+        from bytefloor.tools.bench import BenchOptions
         from bytefloor.tools.bench import bench as measure
 
+    _check_bench(output, repeats)
+    if tokens < 1:
+        raise RequestError(f"-n {tokens}: expected at least 1")
+    options = BenchOptions(
+        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context
+    )  # fmt: skip
+    names: list[str | None] = [*(model or ())] or [None]
+    _write_rows((row for name in names for row in measure(name, options)), output, save)
+
+
+@bench_app.command()
+def kernels(
+    formats: Annotated[str, typer.Option("-f", "--formats", help="Weight formats, by commas; empty for all.")] = "",
+    shapes: Annotated[
+        str, typer.Option("-s", "--shapes", help="Shapes or words of their names (75MB, qwen3-8b, down), by commas.")
+    ] = "",
+    depths: Annotated[str, typer.Option("-d", "--depth", help="Positions of attention, by commas.")] = "8192",
+    repeats: RepeatsOption = 7,
+    output: OutputOption = "md",
+    save: SaveOption = None,
+) -> None:
+    """Time each kernel alone, over weights that no cache holds."""
+    with interrupt.at_once():
+        from bytefloor.tools.bench_kernels import KernelOptions, bench_kernels
+
+    _check_bench(output, repeats)
+    words = [tuple(part.strip() for part in text.split(",") if part.strip()) for text in (formats, shapes)]
+    options = KernelOptions(words[0], words[1], _sizes("-d", depths, 1), repeats)
+    _write_rows(bench_kernels(options), output, save)
+
+
+def _refuse_options_before(call: typer.Context) -> None:
+    """Options of bench itself say nothing to what it calls, and would be lost."""
+    for parameter in call.command.params:
+        source = call.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE":
+            verb = f"bench {call.invoked_subcommand}"
+            raise RequestError(f"{parameter.opts[0]}: stands before {call.invoked_subcommand}; see bytefloor {verb} -h")
+
+
+def _check_bench(output: str, repeats: int) -> None:
     if output not in ("md", "json", "csv"):
         raise RequestError(f"-o {output}: expected md, json or csv")
-    if tokens < 1 or repeats < 1:
-        raise RequestError(f"-n {tokens} -r {repeats}: expected at least 1 of each")
-    sizes = [tuple(parse_size(part) for part in text.split(",") if part) for text in (prompts, depths)]
-    if any(size < 1 for size in sizes[0]) or any(size < 0 for size in sizes[1]):
-        raise RequestError(f"-p {prompts} -d {depths}: expected prompts of at least 1 token and depths from 0")
-    options = BenchOptions(sizes[0], tokens, sizes[1], repeats, device, context)
-    names: list[str | None] = [*(model or ())] or [None]
-    rows: list[Row] = []
+    if repeats < 1:
+        raise RequestError(f"-r {repeats}: expected at least 1")
+
+
+def _sizes(flag: str, text: str, least: int) -> tuple[int, ...]:
+    """Numbers by commas, none below the least."""
     try:
-        for name in names:
-            rows += measure(name, options)
+        sizes = tuple(parse_size(part) for part in text.split(",") if part.strip())
+    except typer.BadParameter as error:
+        raise RequestError(f"{flag} {text}: {error.message}") from None
+    if any(size < least for size in sizes):
+        raise RequestError(f"{flag} {text}: expected numbers from {least}")
+    return sizes
+
+
+def _write_rows(rows: Iterable[Any], output: str, save: Path | None) -> None:
+    """Each row as it is measured; what came before an error or Ctrl-C is kept."""
+    from bytefloor.tools.bench_rows import RowWriter
+
+    writer = RowWriter(output, save)
+    try:
+        for row in rows:
+            writer.add(row)
     finally:
-        # What was measured before an error or Ctrl-C is kept.
-        if save is not None:
-            save.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-        if rows:
-            print_rows(rows, output)
+        writer.finish()
 
 
 @app.command()

@@ -46,12 +46,6 @@ SAMPLINGS = {
 }
 
 
-class TwinEvent:
-    def record(self, stream: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 class Trouble:
     """From which position on the head gives NaN."""
 
@@ -86,7 +80,6 @@ Make = Callable[..., Engine]
 def make(step: Step, trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> Make:
     twins = TwinDevice()
     twins.install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Event", TwinEvent)
 
     def make_engine(loops: bool = True, banned: frozenset[int] | None = None, **plan: int) -> Engine:
         settings = {"capacity": CAPACITY, "chunk": 40} | plan

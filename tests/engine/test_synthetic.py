@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from bytefloor.engine import synthetic
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.synthetic import SHAPES, Shape, checkpoint_of, make_checkpoint
-from bytefloor.errors import RequestError
+from bytefloor.errors import RequestError, ShapeError
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.tools.bench import token_bytes
 
 SMALL = Shape("gemma4", 256, 512, 2, 4, 2, 64, 288, 4096, True, {"attention.sliding_window": 40}, 2, 1, 128)
+SMALL_E = replace(
+    SMALL, n_layers=6, n_global_kv_heads=2, has_global_v=True, n_shared_kv=2, per_layer_width=256, vocabulary=300
+)
+MIXTURES = ("Q4_K_M", "Q8_0", "BF16")
 
 
 @pytest.mark.parametrize(
@@ -25,13 +35,73 @@ def test_a_token_of_a_q4_k_m_reads_what_it_reads_of_the_published_files(name: st
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-@pytest.mark.parametrize("mixture", ["Q4_K_M", "Q8_0", "BF16"])
-def test_every_model_and_mixture_is_understood(name: str, mixture: str) -> None:
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_model_and_mixture_has_a_step(name: str, mixture: str) -> None:
     model = load_model(make_checkpoint(f"synthetic:{name}/{mixture}", "cpu"))
     assert len(model.config.layers) == SHAPES[name].n_layers
+    assert build_step(model.config, model.weights, Rounding()).logits.shape[-1] == SHAPES[name].vocabulary
 
 
-@pytest.mark.parametrize("mixture", ["Q4_K_M", "Q8_0", "BF16"])
+def test_gemma4_e4b_is_the_published_one() -> None:
+    """Layers 24 to 41 read the caches of 22 (sliding) and 23 (global); four billion weights beside the tables."""
+    model = load_model(make_checkpoint("synthetic:gemma4-e4b/BF16", "cpu"))
+    layers = model.config.layers
+    assert [layer.kv_source for layer in layers] == [*range(24), *([22] * 5 + [23]) * 3]
+    assert [layer.head_size for layer in layers] == ([256] * 5 + [512]) * 7
+    assert not any(layer.has_v_from_k for layer in layers)
+    tensors = model.checkpoint.tensors
+    assert "blk.23.attn_v.weight" in tensors
+    assert not [name for name in tensors if name.startswith("blk.24.attn_k") or name.startswith("blk.24.attn_v")]
+    table = tensors["per_layer_token_embd.weight"]
+    assert table.shape == (262144, 42 * 256)
+    inner = sum(t.n_bytes for name, t in tensors.items() if len(t.shape) == 2 and "token_embd" not in name)
+    assert inner / 2 == pytest.approx(3.97e9, rel=0.01)
+    mixed = make_checkpoint("synthetic:gemma4-e4b/Q4_K_M", "cpu").tensors
+    formats = {name: mixed[f"{name}.weight"].format_name for name in ("token_embd", "per_layer_token_embd")}
+    assert formats == {"token_embd": "Q6_K", "per_layer_token_embd": "Q4_K"}
+    assert mixed["per_layer_model_proj.weight"].format_name == "BF16"
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_a_small_model_of_the_e_kind_runs_and_draws_only_the_rows_it_looks_up(
+    mixture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthetic, "BAND", 64)
+    model = load_model(checkpoint_of("small-e", SMALL_E, mixture, "cpu"))
+    executor = ReferenceExecutor(build_step(model.config, model.weights, Rounding()), CachePlan(64, 16))
+    drawn, draw = [], synthetic._draw
+
+    def watched(name: str, *arguments):
+        drawn.append(name)
+        return draw(name, *arguments)
+
+    monkeypatch.setattr(synthetic, "_draw", watched)
+    cache, batch = (
+        SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds)),
+        Batch(),
+    )
+    cache.append_rows(batch, [5, 7, 299], [0, 2])
+    logits = executor.run(batch)
+    assert logits.shape == (2, 300)
+    assert bool(torch.isfinite(logits).all())
+    assert float(logits.std()) > 0
+    assert drawn == ["per_layer_token_embd.weight 0", "per_layer_token_embd.weight 4"]
+
+
+@pytest.mark.parametrize("mixture", [*MIXTURES, "F16", "Q5_1"])
+def test_rows_equal_those_of_the_whole_whatever_their_order(mixture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "BAND", 64)
+    table = checkpoint_of("small", SMALL, mixture, "cpu").tensors["token_embd.weight"]
+    ids = torch.tensor([287, 0, 63, 64, 287, 200])
+    whole = table.decode()
+    assert torch.equal(table.rows(ids), whole[ids])
+    assert not torch.equal(whole[:64], whole[64:128])
+    assert table.rows(ids[:0]).shape == (0, 256)
+    with pytest.raises(ShapeError, match="row 288 asked for"):
+        table.rows(torch.tensor([288]))
+
+
+@pytest.mark.parametrize("mixture", [*MIXTURES, "F16"])
 def test_reads_agree_and_values_are_finite_with_the_spread_of_trained_ones(mixture: str) -> None:
     checkpoint = checkpoint_of("small", SMALL, mixture, "cpu")
     for name, tensor in checkpoint.tensors.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +14,20 @@ from typer.testing import CliRunner
 
 import kernel_twins
 from bytefloor.cli import app
-from bytefloor.engine import loading
+from bytefloor.engine import device as device_module
+from bytefloor.engine import loading, stream_limit
 from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.engine.stream_limit import StreamLimit
 from bytefloor.engine.synthetic import SHAPES, Shape
-from bytefloor.errors import NumericalError, RequestError
+from bytefloor.errors import NumericalError, RequestError, UnsupportedError
 from bytefloor.tools import bench as bench_module
-from bytefloor.tools.bench import BenchOptions, bench, print_rows
+from bytefloor.tools import bench_rows
+from bytefloor.tools.bench import BenchOptions, bench
+from bytefloor.tools.bench_rows import RowWriter
 from tiny import build_tiny
 
+LIMIT = StreamLimit(10.0)
 OPTIONS = BenchOptions(n_prompt=(30,), n_gen=6, depths=(0, 40), repeats=2)
 TINY = Shape("llama", 256, 512, 2, 8, 2, 64, 272, 256, False, {"rope.freq_base": 1e4})
 
@@ -39,24 +47,89 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> kernel_twins.TwinDevice:
 
     monkeypatch.setattr(bench_module, "make_executor", make)
     monkeypatch.setattr(DeviceExecutor, "host_us", lambda self: 1.0)
-    monkeypatch.setattr(bench_module, "measure_stream_gb_s", lambda device: 10.0)
+    monkeypatch.setattr(bench_module, "measure_limit", lambda device: LIMIT)
     return device
 
 
-def test_rows_say_what_was_measured(twins: kernel_twins.TwinDevice, capsys: pytest.CaptureFixture) -> None:
+def test_rows_say_what_was_measured(twins: kernel_twins.TwinDevice) -> None:
     rows = list(bench("synthetic:tiny/Q4_K_M", OPTIONS))
-    assert [(row.verb, row.depth, row.n_prompt) for row in rows] == [
-        ("decode", 0, 0),
-        ("decode", 40, 0),
-        ("prompt", 0, 30),
+    assert [(row.verb, row.sampling, row.depth, row.n_prompt, row.n_gen) for row in rows] == [
+        ("decode", "greedy", 0, 0, 6),
+        ("decode", "sampled", 0, 0, 6),
+        ("decode", "greedy", 40, 0, 6),
+        ("decode", "sampled", 40, 0, 6),
+        ("prompt", None, 0, 30, 0),
     ]
-    first, deeper = rows[0], rows[1]
+    first, sampled, deeper, _, prompt = rows
     # Two layers, 2 KV heads of 64, keys and values in bf16: 1,024 bytes a position.
     assert deeper.file_bytes - first.file_bytes == 40 * 1024
     assert first.share == pytest.approx(first.file_bytes * first.tok_s / 10e9, abs=1e-3)
     assert first.moved_bytes > first.file_bytes
-    print_rows(rows, "md")
-    assert "| tiny/Q4_K_M | Q4_K |" in capsys.readouterr().out
+    assert first.load_s > 0
+    assert first.checksum not in (sampled.checksum, deeper.checksum)
+    # What was not measured is not a number.
+    assert (prompt.share, prompt.checksum, prompt.host_us, sampled.host_us) == (None, None, None, None)
+    assert (first.first_start_s, first.device_memory_gb, first.clock_mhz) == (None, None, None)
+    assert first.host_us == 1.0
+    assert next(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, repeats=1))).tok_s_spread is None
+
+
+def test_sampled_tokens_repeat(twins: kernel_twins.TwinDevice) -> None:
+    once, again = ([row.checksum for row in bench("synthetic:tiny/Q4_K_M", OPTIONS)] for _ in range(2))
+    assert once == again
+
+
+@pytest.mark.parametrize("output", ["md", "csv", "json"])
+def test_each_row_is_shown_and_saved_as_it_is_measured(
+    twins: kernel_twins.TwinDevice, capsys: pytest.CaptureFixture, tmp_path: Path, output: str
+) -> None:
+    rows = list(bench("synthetic:tiny/Q4_K_M", OPTIONS))
+    writer = RowWriter(output, tmp_path / "rows.json")
+    shown = []
+    for n, row in enumerate(rows, 1):
+        writer.add(row)
+        shown.append(capsys.readouterr().out)
+        assert len(json.loads((tmp_path / "rows.json").read_text())) == n
+    writer.finish()
+    end = capsys.readouterr().out
+    if output == "json":
+        assert shown == [""] * 5
+        assert [row["share"] for row in json.loads(end)] == [row.share for row in rows]
+        return
+    assert end == ""
+    n_header = 2 if output == "md" else 1
+    assert [text.count("\n") for text in shown] == [1 + n_header, 1, 1, 1, 1]
+    if output == "md":
+        assert f"| {rows[0].share:.1%} |" in shown[0]
+        assert shown[0].splitlines()[2].startswith("| tiny/Q4_K_M | Q4_K | greedy | 0 | 6 | 0 |")
+        assert shown[4].startswith("| tiny/Q4_K_M | Q4_K |  | 30 | 0 | 0 |")
+    else:
+        header, *cells = (next(csv.reader([line])) for line in "".join(shown).splitlines())
+        assert dict(zip(header, cells[0], strict=True))["share"] == str(rows[0].share)
+        assert dict(zip(header, cells[4], strict=True))["share"] == ""
+
+
+def test_a_start_that_compiles_is_timed_apart(
+    twins: kernel_twins.TwinDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make, n_starts = bench_module.make_executor, []
+
+    def compiling(*arguments, **more):
+        n_starts.append(0)
+        if len(n_starts) == 1:
+            (tmp_path / "kernel.cubin").touch()
+            time.sleep(0.5)
+        return make(*arguments, **more)
+
+    monkeypatch.setattr(bench_module, "make_executor", compiling)
+    monkeypatch.setattr(bench_module, "cache_folder", lambda: tmp_path)
+    row = next(bench("synthetic:tiny/Q4_K_M", OPTIONS))
+    assert len(n_starts) == 2
+    assert row.first_start_s is not None
+    assert row.first_start_s > 0.5
+    assert row.load_s < row.first_start_s
+    assert next(bench("synthetic:tiny/Q4_K_M", OPTIONS)).first_start_s is None
+    assert len(n_starts) == 3
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, float("nan")])
@@ -78,18 +151,84 @@ def test_a_broken_kernel_fails_the_bench(
 
 def test_lengths_that_do_not_fit_are_left_out_and_nothing_left_is_refused(twins: kernel_twins.TwinDevice) -> None:
     options = replace(OPTIONS, depths=(0, 5000), n_prompt=())
-    assert [row.depth for row in bench("synthetic:tiny/Q4_K_M", options)] == [0]
+    assert [row.depth for row in bench("synthetic:tiny/Q4_K_M", options)] == [0, 0]
     with pytest.raises(RequestError, match="nothing to measure"):
         list(bench("synthetic:tiny/Q4_K_M", replace(options, depths=(5000,))))
 
 
-def test_cpu_rows_come_from_the_reference_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
-    monkeypatch.setattr(bench_module, "measure_stream_gb_s", lambda device: 10.0)
-    rows = list(bench("synthetic:tiny/Q8_0", replace(OPTIONS, device="cpu")))
-    assert len(rows) == 3
+    monkeypatch.setattr(bench_module, "measure_limit", lambda device: LIMIT)
+    return replace(OPTIONS, device="cpu")
+
+
+def test_cpu_rows_come_from_the_reference_executor(cpu: BenchOptions) -> None:
+    rows = list(bench("synthetic:tiny/Q8_0", cpu))
+    assert len(rows) == 5
     assert all(row.tok_s > 0 and row.card == "cpu" for row in rows)
+    assert [row.host_us for row in rows] == [None] * 5
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_on_a_cpu_rows_one_by_one_are_compared_with_all_at_once(
+    cpu: BenchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ReferenceExecutor.run
+
+    def wrong(self, batch):
+        logits = right(self, batch)
+        return logits + 0.01 * logits.roll(1, -1) if len(batch.tokens) == 1 else logits
+
+    monkeypatch.setattr(ReferenceExecutor, "run", wrong)
+    with pytest.raises(NumericalError, match="rows one by one differ from all rows at once"):
+        list(bench("synthetic:tiny/Q8_0", cpu))
+
+
+def test_a_limit_that_no_kernel_measured_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def refuse(device):
+        raise UnsupportedError("no CUDA compiler")
+
+    monkeypatch.setattr(device_module, "device_architecture", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 20))
+    monkeypatch.setattr(bench_rows, "measure_stream_limit", stream_limit._measure_cuda)
+    assert bench_rows.measure_limit(torch.device("cpu")).gb_s > 0
+    assert "note: no CUDA compiler; the stream limit is that of torch's sum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("-d nonsense", "-d nonsense: 'nonsense': expected a number such as 4096 or 32k"),
+        ("-p 512,much", "-p 512,much: 'much': expected a number"),
+        ("-p 0", "-p 0: expected numbers from 1"),
+        ("-d 4,-1", "-d 4,-1: expected numbers from 0"),
+        ("-n 0", "-n 0: expected at least 1"),
+        ("-r 0", "-r 0: expected at least 1"),
+        ("-o xml", "-o xml: expected md, json or csv"),
+        ("--save no/such/folder/rows.json", "no/such/folder/rows.json: No such file"),
+        ("-m no.gguf", "no.gguf: no such file"),
+        ("-n 4 kernels", "-n: stands before kernels; see bytefloor bench kernels -h"),
+        ("kernels -d 0", "-d 0: expected numbers from 1"),
+        ("kernels -r 0", "-r 0: expected at least 1"),
+        ("frob", "No such command 'frob'; see bytefloor bench --help"),
+    ],
+)
+def test_wrong_arguments_are_named(args: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", *args.split()])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("bytefloor: error: ")
+    assert message in result.stderr
+
+
+def test_a_file_of_rows_is_kept_when_nothing_is_measured(tmp_path: Path) -> None:
+    saved = tmp_path / "rows.json"
+    saved.write_text("[1]")
+    assert CliRunner().invoke(app, ["bench", "-m", "no.gguf", "--save", str(saved)]).exit_code == 2
+    assert saved.read_text() == "[1]"
 
 
 def test_rows_measured_before_an_error_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,5 +256,5 @@ def test_rows_measured_before_an_error_are_kept(tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 2
     assert str(broken) in result.output
     rows = json.loads(saved.read_text())
-    assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(0, 2), (2, 0)]
+    assert [(row["n_prompt"], row["n_gen"]) for row in rows] == [(0, 2), (0, 2), (2, 0)]
     assert result.stdout.count("qwen3") >= 2

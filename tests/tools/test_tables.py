@@ -1,8 +1,11 @@
-"""The README's figures are those of docs/results."""
+"""The figures of README and docs/bench.md are those of docs/results."""
 
 from __future__ import annotations
 
-from bytefloor.tools.tables import README, RESULTS, load_rows, make_table, with_table
+import json
+from pathlib import Path
+
+from bytefloor.tools.tables import RESULTS, load_rows, make_kernel_table, make_pages, make_table
 
 WANTED = {
     "verb", "model", "format", "n_prompt", "n_gen", "depth", "batch", "tok_s", "share", "file_bytes", "moved_bytes",
@@ -10,11 +13,31 @@ WANTED = {
 }  # fmt: skip
 
 
-def test_the_readme_is_made_from_the_committed_results() -> None:
-    rows = load_rows(RESULTS)
-    assert rows
-    text = README.read_text()
-    assert with_table(text, make_table(rows)) == text
+def test_pages_are_made_from_the_committed_results() -> None:
+    assert load_rows(RESULTS)
+    for path, text in make_pages().items():
+        assert path.read_text() == text
+
+
+def test_a_line_is_a_row_and_says_how_its_tokens_were_chosen() -> None:
+    row = {"model": "m", "depth": 8192, "tok_s": 99.6, "share": 0.4567, "card": "c", "date": "d"}
+    lines = make_table([row, {**row, "sampling": "sampled"}]).splitlines()
+    assert lines[2:] == [
+        "| m | greedy | 8,192 | 100 | 45.7% | c | d |",
+        "| m | sampled | 8,192 | 100 | 45.7% | c | d |",
+    ]
+
+
+def test_sizes_stand_beside_each_other_and_other_shapes_are_left_out(tmp_path: Path) -> None:
+    row = {"verb": "kernel", "shape": "30MB", "format": "Q4_K", "share": 0.7, "card": "c", "date": "d"}
+    rows = [row, {**row, "shape": "500MB", "share": 0.93}, {**row, "shape": "qwen3-8b.o"}, {**row, "format": "Q6_K"}]
+    (tmp_path / "kernels-c.json").write_text(json.dumps(rows))
+    (tmp_path / "bench-c.json").write_text(json.dumps([{"verb": "decode"}]))
+    assert make_kernel_table(load_rows(tmp_path, "kernel")).splitlines()[2:] == [
+        "| Q4_K | 70.0% |  | 93.0% | c | d |",
+        "| Q6_K | 70.0% |  |  | c | d |",
+    ]
+    assert make_kernel_table([]) == "Not measured yet.\n"
 
 
 def test_committed_rows_say_where_they_come_from() -> None:

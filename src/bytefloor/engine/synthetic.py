@@ -2,12 +2,14 @@
 
 ``synthetic:gemma4-12b/Q4_K_M`` names a model and a mixture. Metadata and tensor names are those of a GGUF file, and
 from there on everything is the ordinary road. Weights are random blocks with small finite scales, drawn on the device
-where they will be used.
+where they will be used, some thousand rows at a time: whoever looks up rows of a table pays for those alone.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,19 @@ from bytefloor.formats.record import QuantFormat
 
 PREFIX = "synthetic:"
 MIXTURES = ("Q4_K_M", "Q8_0", "BF16")
+BAND = 4096
+"""Rows of a matrix that are drawn at once."""
+KEPT = ("per_layer_model_proj.weight",)
+"""Matrices that the quantiser leaves as they are: in 16 bits, whatever the mixture."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model's sizes, per layer where they differ. ``keys`` are more GGUF keys, without the architecture."""
+    """A published model's sizes, per layer where they differ. ``keys`` are more GGUF keys, without the architecture.
+
+    has_global_v: whether global layers have a V projection; those of K=V models have none. n_shared_kv: last layers
+    without keys and values of their own. per_layer_width: width of per-layer embeddings, 0 where there are none.
+    """
 
     architecture: str
     width: int
@@ -43,6 +53,9 @@ class Shape:
     global_every: int = 0
     n_global_kv_heads: int = 0
     global_head_size: int = 0
+    has_global_v: bool = False
+    n_shared_kv: int = 0
+    per_layer_width: int = 0
 
 
 SHAPES = {
@@ -51,6 +64,13 @@ SHAPES = {
         {"attention.sliding_window": 1024, "final_logit_softcapping": 30.0,
          "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4},
         global_every=6, n_global_kv_heads=1, global_head_size=512,
+    ),
+    "gemma4-e4b": Shape(
+        "gemma4", 2560, 10240, 42, 8, 2, 256, 262144, 131072, True,
+        {"attention.sliding_window": 512, "final_logit_softcapping": 30.0,
+         "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4},
+        global_every=6, n_global_kv_heads=2, global_head_size=512, has_global_v=True, n_shared_kv=18,
+        per_layer_width=256,
     ),
     "llama31-8b": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, {"rope.freq_base": 5e5}),
     "qwen3-8b": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, False, {"rope.freq_base": 1e6}),
@@ -76,7 +96,7 @@ def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
 
 
 def checkpoint_of(name: str, shape: Shape, mixture: str, device: torch.device | str) -> Checkpoint:
-    """The same for any shape."""
+    """The same for any shape; a mixture may also be the name of one format, for all matrices."""
     tensors = {
         tensor: _stored(tensor, size, _format(tensor, size, shape, mixture), torch.device(device))
         for tensor, size in _tensor_shapes(shape).items()
@@ -96,6 +116,9 @@ def _metadata(name: str, shape: Shape) -> dict[str, Any]:
         kv_heads = [shape.n_global_kv_heads if _is_global(shape, i) else shape.n_kv_heads for i in range(n)]
         keys = {"attention.key_length": shape.global_head_size, "attention.key_length_swa": shape.head_size}
         keys["attention.sliding_window_pattern"] = [not _is_global(shape, i) for i in range(n)]
+    if shape.per_layer_width:
+        keys["embedding_length_per_layer_input"] = shape.per_layer_width
+        keys["attention.shared_kv_layers"] = shape.n_shared_kv
     keys |= {
         "block_count": n,
         "embedding_length": shape.width,
@@ -111,30 +134,44 @@ def _metadata(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def _tensor_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    d, is_gemma = shape.width, shape.architecture.startswith("gemma")
+    d, p, n = shape.width, shape.per_layer_width, shape.n_layers
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocabulary, d), "output_norm.weight": (d,)}
     if not shape.is_tied:
         shapes["output.weight"] = (shape.vocabulary, d)
     if shape.architecture == "gemma4":
         shapes["rope_freqs.weight"] = (shape.global_head_size // 2,)
-    for i in range(shape.n_layers):
-        is_global = _is_global(shape, i)
-        e = shape.global_head_size if is_global else shape.head_size
-        j = shape.n_global_kv_heads if is_global else shape.n_kv_heads
-        layer: dict[str, tuple[int, ...]] = {
-            "attn_norm": (d,), "attn_q": (shape.n_heads * e, d), "attn_k": (j * e, d),
-            "attn_output": (d, shape.n_heads * e), "ffn_norm": (d,),
-            "ffn_gate": (shape.ffn, d), "ffn_up": (shape.ffn, d), "ffn_down": (d, shape.ffn),
-        }  # fmt: skip
-        if not is_global:
-            layer["attn_v"] = (j * e, d)
-        if is_gemma or shape.architecture == "qwen3":
-            layer |= {"attn_q_norm": (e,), "attn_k_norm": (e,)}
-        if is_gemma:
-            layer |= {"post_attention_norm": (d,), "post_ffw_norm": (d,)}
-        if shape.architecture == "gemma4":
-            layer["layer_output_scale"] = (1,)
-        shapes |= {f"blk.{i}.{name}.weight": size for name, size in layer.items()}
+    if p:
+        shapes["per_layer_token_embd.weight"] = (shape.vocabulary, n * p)
+        shapes |= {"per_layer_model_proj.weight": (n * p, d), "per_layer_proj_norm.weight": (p,)}
+    for i in range(n):
+        shapes |= {f"blk.{i}.{name}.weight": size for name, size in _layer_shapes(shape, i).items()}
+    return shapes
+
+
+def _layer_shapes(shape: Shape, layer: int) -> dict[str, tuple[int, ...]]:
+    d, p = shape.width, shape.per_layer_width
+    is_gemma, is_global = shape.architecture.startswith("gemma"), _is_global(shape, layer)
+    e = shape.global_head_size if is_global else shape.head_size
+    j = shape.n_global_kv_heads if is_global else shape.n_kv_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (d,), "attn_q": (shape.n_heads * e, d), "attn_output": (d, shape.n_heads * e), "ffn_norm": (d,),
+        "ffn_gate": (shape.ffn, d), "ffn_up": (shape.ffn, d), "ffn_down": (d, shape.ffn),
+    }  # fmt: skip
+    has_qk_norm = is_gemma or shape.architecture == "qwen3"
+    if has_qk_norm:
+        shapes["attn_q_norm"] = (e,)
+    if layer < shape.n_layers - shape.n_shared_kv:
+        shapes["attn_k"] = (j * e, d)
+        if shape.has_global_v or not is_global:
+            shapes["attn_v"] = (j * e, d)
+        if has_qk_norm:
+            shapes["attn_k_norm"] = (e,)
+    if is_gemma:
+        shapes |= {"post_attention_norm": (d,), "post_ffw_norm": (d,)}
+    if shape.architecture == "gemma4":
+        shapes["layer_output_scale"] = (1,)
+    if p:
+        shapes |= {"inp_gate": (p, d), "proj": (d, p), "post_norm": (d,)}
     return shapes
 
 
@@ -142,6 +179,8 @@ def _format(tensor: str, size: tuple[int, ...], shape: Shape, mixture: str) -> s
     """What llama.cpp's quantiser gives the tensor in a mixture, substitutes for narrow rows included."""
     if len(size) == 1:
         return "F32"
+    if tensor in KEPT:
+        return "BF16"
     if mixture != "Q4_K_M":
         return mixture
     wanted = "Q4_K"
@@ -160,26 +199,57 @@ def _has_more_bits(layer: int, n_layers: int) -> bool:
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
 
 
+@dataclass(frozen=True)
+class _Banded(StoredTensor):
+    """A matrix of more than BAND rows; band(i) draws rows i * BAND and on, each band from a seed of its own."""
+
+    band: Callable[[int], StoredTensor] = field(repr=False, kw_only=True)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Float32 [n, K], of the bands that are asked for alone."""
+        if not ids.numel() or not 0 <= int(ids.min()) <= int(ids.max()) < self.n_rows:
+            return super().rows(ids)
+        numbers, members = torch.unique(ids // BAND, return_inverse=True)
+        found = [self.band(int(i)).rows(ids[members == m] - int(i) * BAND) for m, i in enumerate(numbers)]
+        out = found[0].new_empty(ids.numel(), self.shape[1])
+        for m, values in enumerate(found):
+            out[members == m] = values
+        return out
+
+
 def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device) -> StoredTensor:
     record = get(kind)
-    n = 1
-    for axis in size:
-        n *= axis
+    n = math.prod(size)
     n_bytes = n * (4 if kind == "F32" else 2) if record.block_bytes is None else n // record.block * record.block_bytes
+    if len(size) < 2 or size[0] <= BAND:
+        return StoredTensor(name, size, kind, record, n_bytes, lambda: _draw(name, size, record, device))
+
+    def band(i: int) -> StoredTensor:
+        return _stored(f"{name} {i}", (min(BAND, size[0] - i * BAND), size[1]), kind, device)
 
     def read() -> dict[str, Tensor]:
-        # Seeded by its name: a tensor has the same values whenever and by whomever it is read.
-        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        if name == "rope_freqs.weight":
-            factors = torch.full(size, 1e30)
-            factors[: size[0] // 4] = 1.0
-            return {"values": factors}
-        if record.block_bytes is None:
-            values = torch.randn(size, generator=generator, device=device)
-            return {"values": values.mul_(0.1).add_(1.0) if kind == "F32" else values.mul_(size[-1] ** -0.5).bfloat16()}
-        return {"blocks": _random_blocks(record, size, generator, device)}
+        part, first = next(iter(band(0).read().items()))
+        whole = first.new_empty(size[0], first.shape[1])
+        for i in range(-(-size[0] // BAND)):
+            whole[i * BAND : (i + 1) * BAND] = band(i).read()[part]
+        return {part: whole}
 
-    return StoredTensor(name, size, kind, record, n_bytes, read)
+    return _Banded(name, size, kind, record, n_bytes, read, band=band)
+
+
+def _draw(name: str, size: tuple[int, ...], record: QuantFormat, device: torch.device) -> dict[str, Tensor]:
+    # Seeded by its name: a tensor has the same values whenever and by whomever it is read.
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    if name == "rope_freqs.weight":
+        factors = torch.full(size, 1e30)
+        factors[: size[0] // 4] = 1.0
+        return {"values": factors}
+    if record.block_bytes is not None:
+        return {"blocks": _random_blocks(record, size, generator, device)}
+    values = torch.randn(size, generator=generator, device=device)
+    if record.name == "F32":
+        return {"values": values.mul_(0.1).add_(1.0)}
+    return {"values": values.mul_(size[-1] ** -0.5).to(torch.float16 if record.name == "F16" else torch.bfloat16)}
 
 
 def _random_blocks(

@@ -1,38 +1,37 @@
-"""``bench``: tokens a second, and what share of the floor they stand for.
+"""``bench``: tokens a second, and what share of the floor they stand for. docs/bench.md says what each row means.
 
 Share = (bytes of the weights that a token needs, in the file's own encoding, + live cache bytes) / (time x stream limit
-of the same run). Decoding is greedy with the sampling inside: each token goes from the device to the device. At a depth
-the cache holds random values, which cost the same to read as any.
+of the same run). Decoding is measured twice: greedy, each token going from the device to the device, and sampled as a
+user's request is. At a depth the cache holds random values, which cost the same to read as any.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
+from bytefloor.engine.kernels import cache_folder
 from bytefloor.engine.loading import choose_device, make_executor
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Silent
 from bytefloor.engine.reference import ReferenceExecutor
-from bytefloor.engine.stream_limit import measure_stream_gb_s
+from bytefloor.engine.sampler import Sampler
+from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
+from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, median, origin, say, spread
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
@@ -40,9 +39,10 @@ PROMPT_CHUNK = 512
 FIRST_TOKEN = 5
 MOST_LOGIT_ERROR = 0.2
 """Relative error of logits that TF32, 16-bit codes and bf16 ties may add up to in a deep random model, with room."""
+MOST_REFERENCE_ERROR = 1e-3
+"""The same where one row and several go through the same float32 operations."""
 CHECKED = 8
 """Tokens of each measurement that are compared with launching kernel by kernel."""
-COLUMNS = ("model", "format", "n_prompt", "n_gen", "depth", "tok_s", "tok_s_spread", "share", "host_us", "checksum")
 
 
 @dataclass(frozen=True)
@@ -58,63 +58,75 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement. Rates are medians; spread is (largest - smallest) / median.
+class Row(Measured):
+    """One measurement. Rates are medians; spread is (largest - smallest) / median. None: not measured.
 
+    sampling: greedy, or sampled with the default parameters of ``run``; None for prompts, which give no token.
     file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
-    makes of them. host_us: the host's time to start one token.
+    makes of them. host_us: the host's time to start one token. load_s: from opening the file to ready, kernels in the
+    cache; first_start_s: the same where kernels had to be compiled first.
     """
 
+    COLUMNS: ClassVar = (
+        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "tok_s", "tok_s_spread", "share", "load_s",
+        "first_start_s", "checksum",
+    )  # fmt: skip
     verb: str
     model: str
     format: str
+    sampling: str | None
     n_prompt: int
     n_gen: int
     depth: int
     batch: int
     tok_s: float
-    tok_s_spread: float
-    share: float
+    tok_s_spread: float | None
+    share: float | None
     file_bytes: int
     moved_bytes: int
     stream_gb_s: float
-    host_us: float
+    host_us: float | None
+    load_s: float
+    first_start_s: float | None
     capacity: int
-    device_memory_gb: float
-    checksum: str
+    device_memory_gb: float | None
+    checksum: str | None
     card: str
-    clock_mhz: int
-    commit: str
+    clock_mhz: int | None
+    commit: str | None
     date: str
 
 
-def bench(name: str | None, options: BenchOptions) -> Iterable[Row]:
+def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     """Rows as they are measured.
 
     NumericalError when kernels disagree with torch operations over the same weights, or a replayed graph with its
     kernels launched one by one.
     """
     device = choose_device(options.device)
-    model = open_model(name, device)
+    depths, prompts, capacity = _choose_lengths(open_model(name, device), options)
+    limit = measure_limit(device)
+    words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
+    opened = _open(name, CachePlan(capacity, PROMPT_CHUNK), device, Advice(words, words))
+    say(opened.notices)
+    runner = _Runner(opened, options, limit.gb_s)
+    runner.check_kernels()
+    for depth in depths:
+        yield runner.decode(depth)
+        yield runner.decode_sampled(depth)
+    for n_prompt in prompts:
+        yield runner.prompt(n_prompt)
+
+
+def _choose_lengths(model: Model, options: BenchOptions) -> tuple[list[int], list[int], int]:
+    """Depths and prompts that the context has room for, and the capacity they need."""
     margin = max(options.n_gen + WARM_UP + CHECKED + 2, MOST_ROWS_ONE_BY_ONE + 8)
     most = min(options.capacity or model.config.context_length, model.config.context_length)
     depths = _those_that_fit(options.depths, most - margin)
     prompts = _those_that_fit(options.n_prompt, most - margin)
     if not depths and not prompts:
         raise RequestError(f"nothing to measure: {margin} positions beside prompt or depth, {most} in all")
-    capacity = options.capacity or max((*depths, *prompts)) + margin
-    words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
-    notes, advice = _Notes(), Advice(words, words)
-    executor, notices = make_executor(model, CachePlan(capacity, PROMPT_CHUNK), device, progress=notes, advice=advice)
-    assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
-    for notice in notices:
-        notes.note(notice)
-    runner = _Runner(executor, model, options, measure_stream_gb_s(device))
-    runner.check_kernels()
-    for depth in depths:
-        yield runner.decode(depth)
-    for n_prompt in prompts:
-        yield runner.prompt(n_prompt)
+    return depths, prompts, options.capacity or max((*depths, *prompts)) + margin
 
 
 class _Notes(Silent):
@@ -122,14 +134,12 @@ class _Notes(Silent):
 
     def note(self, line: str) -> None:
         """One line."""
-        print(f"note: {line}", file=sys.stderr)
+        say([line])
 
 
 def _those_that_fit(lengths: tuple[int, ...], most: int) -> list[int]:
     """Lengths that the context has room for; the others are named."""
-    for length in lengths:
-        if length > most:
-            print(f"note: {length} positions do not fit in the context and are left out", file=sys.stderr)
+    say([f"{n} positions do not fit in the context and are left out" for n in lengths if n > most])
     return [length for length in lengths if length <= most]
 
 
@@ -139,6 +149,48 @@ def open_model(name: str | None, device: torch.device) -> Model:
         assert name is not None
         return load_model(make_checkpoint(name, device))
     return load_model(open_checkpoint(find_model(name)))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    model: Model
+    executor: DeviceExecutor | ReferenceExecutor
+    notices: tuple[str, ...]
+    load_s: float
+    first_start_s: float | None = None
+
+
+def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advice) -> _Opened:
+    """Open and time it; once more where the first time had kernels to compile, to time it without."""
+    n_compiled = _count_compiled()
+    opened = _open_once(name, plan, device, advice)
+    if _count_compiled() == n_compiled:
+        return opened
+    first_start_s = opened.load_s
+    del opened
+    free_memory(device)
+    again = _open_once(name, plan, device, advice)
+    return _Opened(again.model, again.executor, again.notices, again.load_s, first_start_s)
+
+
+def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice) -> _Opened:
+    start = _now(device)
+    model = open_model(name, device)
+    executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice)
+    assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
+    return _Opened(model, executor, notices, round(_now(device) - start, 3))
+
+
+def _count_compiled() -> int:
+    """Kernels in the cache on disk."""
+    return sum(1 for _ in cache_folder().glob("*.cubin"))
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, when all that the device was given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def token_bytes(step: Step, depth: int) -> tuple[int, int]:
@@ -157,10 +209,10 @@ def main_format(model: Model) -> str:
 
 
 class _Runner:
-    def __init__(
-        self, executor: DeviceExecutor | ReferenceExecutor, model: Model, options: BenchOptions, stream_gb_s: float
-    ) -> None:
-        self.executor, self.model, self.options, self.stream_gb_s = executor, model, options, stream_gb_s
+    def __init__(self, opened: _Opened, options: BenchOptions, stream_gb_s: float) -> None:
+        self.opened, self.options, self.stream_gb_s = opened, options, stream_gb_s
+        self.executor = opened.executor
+        self._loop = self.executor.make_loop()
         self._fill_cache()
 
     def _fill_cache(self) -> None:
@@ -197,40 +249,83 @@ class _Runner:
             cache.commit(1)
         return found
 
-    def _check(self, depth: int) -> str:
-        """The same tokens twice, from one cache: replayed and, on a device, launched kernel by kernel."""
+    def _sample(self, cache: SequenceCache, n_tokens: int, token: int) -> list[int]:
+        """n_tokens as a request with default parameters gets them from the engine, but for their text.
+
+        The way a user's token takes stands here and in ``Engine.step``, and nowhere else.
+        """
+        sampler = Sampler(SamplingParams(seed=1), [token])
+        if self._loop is not None:
+            return self._sample_ahead(self._loop, cache, sampler, n_tokens, token)
+        found: list[int] = []
+        for _ in range(n_tokens):
+            batch = Batch()
+            cache.append_rows(batch, [token], [0])
+            logits = self.executor.run(batch).float().cpu().numpy()
+            token = sampler.sample(logits[0], cache.length).id
+            found.append(token)
+            cache.commit(1)
+        return found
+
+    @staticmethod
+    def _sample_ahead(loop: DecodeLoop, cache: SequenceCache, sampler: Sampler, n_tokens: int, token: int) -> list[int]:
+        """The same from device to device, read one step behind."""
+        ids, found = [token] * (cache.length + 1), list[int]()
+        loop.start(sampler, ids, len(ids))
+        first = Batch()
+        cache.show(first, 1)
+        loop.launch(first)
+        while len(found) < n_tokens:
+            while loop.n_under_way < min(N_AHEAD, n_tokens - len(found)):
+                n_rows, shown = loop.n_under_way + 1, None
+                if not cache.is_writable(n_rows):
+                    shown = Batch()
+                    cache.show(shown, n_rows)
+                loop.launch(shown)
+            sampled = loop.next()
+            if sampled is None:
+                raise NumericalError(f"position {cache.length}: no token could be chosen")
+            found.append(sampled.id)
+            cache.commit(1)
+        loop.stop()
+        return found
+
+    def _check(self, depth: int) -> None:
+        """On a device: the same tokens from one cache, replayed and launched kernel by kernel."""
+        if not isinstance(self.executor, DeviceExecutor):
+            return
         replayed = self._decode(self._cache_at(depth), CHECKED, FIRST_TOKEN)
-        again = self._one_by_one(depth)
+        again = self._one_by_one(self.executor, depth)
         if min(replayed) < 0 or replayed != again:
             raise NumericalError(f"depth {depth}: tokens {replayed} replayed, {again} one by one: a kernel is wrong")
-        return hashlib.sha256(repr(replayed).encode()).hexdigest()[:12]
 
-    def _one_by_one(self, depth: int) -> list[int]:
+    def _one_by_one(self, executor: DeviceExecutor, depth: int) -> list[int]:
         cache, token, found = self._cache_at(depth), FIRST_TOKEN, []
         for _ in range(CHECKED):
             batch = Batch()
             cache.append_rows(batch, [token], [0])
-            eager = {"is_eager": True} if isinstance(self.executor, DeviceExecutor) else {}
-            token = int(self.executor.run(batch, **eager)[0].argmax())  # type: ignore[arg-type]
+            token = int(executor.run(batch, is_eager=True)[0].argmax())
             found.append(token)
             cache.commit(1)
         return found
 
     def check_kernels(self) -> None:
-        """The last logits of a short prompt through the decode kernels and through the plain list of torch operations.
+        """The last logits of a short prompt row by row and all rows at once: on a device that is through the decode
+        kernels and through the plain list of torch operations.
 
         NumericalError when they differ by more than roundings can explain: a speed is worth nothing without it.
         """
-        if not isinstance(self.executor, DeviceExecutor):
-            return
-        ids = [(FIRST_TOKEN + 7 * i) % 200 for i in range(MOST_ROWS_ONE_BY_ONE + 8)]
-        plain, kernels = (self._last_logits(ids, chunk) for chunk in (len(ids), 1))
-        error = float((kernels - plain).norm() / plain.norm())
+        is_device = isinstance(self.executor, DeviceExecutor)
+        n, most = (MOST_ROWS_ONE_BY_ONE + 8, MOST_LOGIT_ERROR) if is_device else (CHECKED, MOST_REFERENCE_ERROR)
+        ids = [(FIRST_TOKEN + 7 * i) % 200 for i in range(n)]
+        at_once, by_row = (self._last_logits(ids, chunk) for chunk in (n, 1))
+        error = float((by_row - at_once).norm() / at_once.norm())
         # NaN fails too: it compares false with everything.
-        if not error < MOST_LOGIT_ERROR:
+        if not error < most:
+            whose = "the decode kernels" if is_device else "rows one by one"
+            other, culprit = ("the plain list", "a kernel") if is_device else ("all rows at once", "an operation")
             raise NumericalError(
-                f"logits of the decode kernels differ from the plain list by {error:.3g}, "
-                f"expected below {MOST_LOGIT_ERROR}: a kernel is wrong"
+                f"logits of {whose} differ from {other} by {error:.3g}, expected below {most}: {culprit} is wrong"
             )
 
     def _last_logits(self, ids: list[int], chunk: int) -> torch.Tensor:
@@ -244,107 +339,84 @@ class _Runner:
         return logits
 
     def decode(self, depth: int) -> Row:
-        """Tokens a second at a depth."""
-        checksum, n_gen = self._check(depth), self.options.n_gen
-        self._decode(self._cache_at(depth), WARM_UP, FIRST_TOKEN)
+        """Best tokens a second at a depth."""
+        self._check(depth)
+        rates, tokens = self._time_tokens(self._decode, depth)
+        return self._row("decode", "greedy", 0, depth, rates, _hash(tokens))
+
+    def decode_sampled(self, depth: int) -> Row:
+        """Sampled tokens a second at a depth."""
+        rates, tokens = self._time_tokens(self._sample, depth)
+        return self._row("decode", "sampled", 0, depth, rates, _hash(tokens))
+
+    def _time_tokens(
+        self, make: Callable[[SequenceCache, int, int], list[int]], depth: int
+    ) -> tuple[list[float], list[int]]:
+        """Rates, and the tokens, of which every repeat makes the same."""
+        n_gen, tokens = self.options.n_gen, []
+        make(self._cache_at(depth), WARM_UP, FIRST_TOKEN)
         rates = []
         for _ in range(self.options.repeats):
             cache = self._cache_at(depth)
-            start = self._now()
-            self._decode(cache, n_gen, FIRST_TOKEN)
-            rates.append(n_gen / (self._now() - start))
-        return self._row("decode", 0, n_gen, depth, rates, checksum)
+            start = _now(self.executor.device)
+            tokens = make(cache, n_gen, FIRST_TOKEN)
+            rates.append(n_gen / (_now(self.executor.device) - start))
+        return rates, tokens
 
     def prompt(self, n_prompt: int) -> Row:
         """Prompt tokens a second from an empty cache."""
         rates = []
         for _ in range(min(self.options.repeats, 2)):
             cache = self._cache_at(0)
-            start = self._now()
+            start = _now(self.executor.device)
             for first in range(0, n_prompt, self.executor.plan.chunk):
                 n = min(self.executor.plan.chunk, n_prompt - first)
                 batch = Batch()
                 cache.append_rows(batch, [FIRST_TOKEN] * n, [n - 1])
                 self.executor.run(batch)
                 cache.commit(n)
-            rates.append(n_prompt / (self._now() - start))
-        return self._row("prompt", n_prompt, 0, 0, rates, "")
+            rates.append(n_prompt / (_now(self.executor.device) - start))
+        return self._row("prompt", None, n_prompt, 0, rates, None)
 
-    def _now(self) -> float:
-        if self.executor.device.type == "cuda":
-            torch.cuda.synchronize(self.executor.device)
-        return time.perf_counter()
+    def _host_us(self) -> float | None:
+        return round(self.executor.host_us(), 1) if isinstance(self.executor, DeviceExecutor) else None
 
-    def _host_us(self) -> float:
-        return self.executor.host_us() if isinstance(self.executor, DeviceExecutor) else 0.0
-
-    def _row(self, verb: str, n_prompt: int, n_gen: int, depth: int, rates: list[float], checksum: str) -> Row:
-        rate = sorted(rates)[len(rates) // 2]
+    def _row(
+        self, verb: str, sampling: str | None, n_prompt: int, depth: int, rates: list[float], checksum: str | None
+    ) -> Row:
+        rate, device, model = median(rates), self.executor.device, self.opened.model
+        n_gen = 0 if n_prompt else self.options.n_gen
         weights, cache = token_bytes(self.executor.step, depth + n_gen // 2)
-        moved = self.executor.moved_bytes()
-        share = (weights + cache) * rate / (self.stream_gb_s * 1e9) if verb == "decode" else 0.0
+        share = (weights + cache) * rate / (self.stream_gb_s * 1e9)
         return Row(
             verb=verb,
-            model=self.model.config.name,
-            format=main_format(self.model),
+            model=model.config.name,
+            format=main_format(model),
+            sampling=sampling,
             n_prompt=n_prompt,
             n_gen=n_gen,
             depth=depth,
             batch=1,
             tok_s=round(rate, 2),
-            tok_s_spread=round((max(rates) - min(rates)) / rate, 4),
-            share=round(share, 4),
+            tok_s_spread=spread(rates),
+            share=round(share, 4) if verb == "decode" else None,
             file_bytes=weights + cache,
-            moved_bytes=moved + cache,
+            moved_bytes=self.executor.moved_bytes() + cache,
             stream_gb_s=round(self.stream_gb_s, 1),
-            host_us=round(self._host_us(), 1),
+            host_us=self._host_us() if sampling == "greedy" else None,
+            load_s=self.opened.load_s,
+            first_start_s=self.opened.first_start_s,
             capacity=self.executor.plan.capacity,
-            device_memory_gb=round(_memory_gb(self.executor.device), 3),
+            device_memory_gb=_memory_gb(device),
             checksum=checksum,
-            card=_card(self.executor.device),
-            clock_mhz=_clock_mhz(self.executor.device),
-            commit=_commit(),
-            date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            **origin(device),
         )
 
 
-def _memory_gb(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+def _hash(tokens: list[int]) -> str:
+    return hashlib.sha256(repr(tokens[:CHECKED]).encode()).hexdigest()[:12]
 
 
-def _card(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _clock_mhz(device: torch.device) -> int:
-    """Of the multiprocessors, now; 0 where it cannot be read."""
-    try:
-        return int(torch.cuda.clock_rate(device)) if device.type == "cuda" else 0
-    except (RuntimeError, ModuleNotFoundError):
-        return 0
-
-
-def _commit() -> str:
-    """Of the checkout that runs; empty outside one."""
-    command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def print_rows(rows: Sequence[Row], output: str) -> None:
-    """md, json or csv on standard output."""
-    if output == "json":
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-        return
-    table: list[list[Any]] = [[getattr(row, column) for column in COLUMNS] for row in rows]
-    if output == "csv":
-        print(",".join(COLUMNS))
-        for line in table:
-            print(",".join(str(cell) for cell in line))
-        return
-    print("| " + " | ".join(COLUMNS) + " |")
-    print("|" + "---|" * len(COLUMNS))
-    for line in table:
-        print("| " + " | ".join(str(cell) for cell in line) + " |")
+def _memory_gb(device: torch.device) -> float | None:
+    """The most that tensors took at once, since the model was opened."""
+    return round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None

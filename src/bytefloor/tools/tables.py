@@ -1,38 +1,59 @@
-"""The tables of the README, made from the committed results: ``python -m bytefloor.tools.tables`` rewrites them."""
+"""The tables of README and docs/bench.md, made from the committed results: ``python -m bytefloor.tools.tables``."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
+BENCH_PAGE = ROOT / "docs" / "bench.md"
 RESULTS = ROOT / "docs" / "results"
 BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
-HEADINGS = ("model", "depth", "tok/s", "share of the floor", "card", "date")
+HEADINGS = ("model", "sampling", "depth", "tok/s", "share of the floor", "card", "date")
+SIZES = ("30MB", "75MB", "500MB")
+
+Rows = list[dict[str, Any]]
 
 
-def load_rows(folder: Path) -> list[dict[str, Any]]:
-    """Decoding rows of every committed bench file, in the order of the files."""
-    rows = [row for path in sorted(folder.glob("bench*.json")) for row in json.loads(path.read_text())]
-    return [row for row in rows if row["verb"] == "decode"]
+def load_rows(folder: Path, verb: str = "decode") -> Rows:
+    """The rows of a verb in all committed files of bench, in the order of the files."""
+    files = sorted([*folder.glob("bench*.json"), *folder.glob("kernels*.json")])
+    return [row for path in files for row in json.loads(path.read_text()) if row["verb"] == verb]
 
 
-def make_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, a line a row."""
-    lines = [f"| {' | '.join(HEADINGS)} |", "|" + "---|" * len(HEADINGS)]
-    for row in rows:
-        cells = (
+def make_table(rows: Rows) -> str:
+    """Markdown, a line a row. Rows from before sampled decoding was measured are greedy."""
+    lines = [
+        (
             row["model"],
+            row.get("sampling", "greedy"),
             f"{row['depth']:,}",
             f"{row['tok_s']:.0f}",
             f"{row['share']:.1%}",
             row["card"],
             row["date"],
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        for row in rows
+    ]
+    return _markdown(HEADINGS, lines)
+
+
+def make_kernel_table(rows: Rows) -> str:
+    """Markdown: the share of the stream limit at each size, a line for each format, card and date."""
+    shares: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        if row["shape"] in SIZES:
+            shares.setdefault((row["format"], row["card"], row["date"]), {})[row["shape"]] = f"{row['share']:.1%}"
+    lines = [(key[0], *(cells.get(size, "") for size in SIZES), *key[1:]) for key, cells in shares.items()]
+    return _markdown(("format", *SIZES, "card", "date"), lines) if lines else "Not measured yet.\n"
+
+
+def _markdown(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    head = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines)]) + "\n"
 
 
 def with_table(text: str, table: str) -> str:
@@ -41,9 +62,16 @@ def with_table(text: str, table: str) -> str:
     return head + BEGIN + table + END + rest.split(END)[1]
 
 
+def make_pages() -> dict[Path, str]:
+    """Each page that holds a table, as it should be."""
+    tables = {README: make_table(load_rows(RESULTS)), BENCH_PAGE: make_kernel_table(load_rows(RESULTS, "kernel"))}
+    return {path: with_table(path.read_text(), table) for path, table in tables.items()}
+
+
 def main() -> None:
-    """Rewrite the README."""
-    README.write_text(with_table(README.read_text(), make_table(load_rows(RESULTS))))
+    """Rewrite the pages."""
+    for path, text in make_pages().items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

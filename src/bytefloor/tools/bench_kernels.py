@@ -1,0 +1,340 @@
+"""``bench kernels``: the kernels of a token one by one, each over weights or a cache that no L2 holds.
+
+A kernel is timed as a token runs it: small models of the real shapes are opened by the device executor, and what is
+launched are the executor's own launches, arguments included, of one product in all layers (or copies) by turns, many
+times in one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.kernels import load_kernels
+from bytefloor.engine.loading import DEVICE_ROUNDING
+from bytefloor.engine.packed import matrix, padded_rows
+from bytefloor.engine.planner import Launch
+from bytefloor.engine.stream_limit import timed_us
+from bytefloor.engine.synthetic import SHAPES, Shape, checkpoint_of
+from bytefloor.errors import RequestError, UnsupportedError
+from bytefloor.formats import get, stream
+from bytefloor.model.decoder import build_step
+from bytefloor.model.families import load_model
+from bytefloor.model.fuse import FusedAttention, FusedProduct, fuse_one_row
+from bytefloor.model.step import Step
+from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, median, origin, spread
+
+FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
+MODELS = ("gemma4-12b", "llama31-8b", "qwen3-8b")
+SIZES_MB = (30, 75, 500)
+SIZE_K = 4096
+"""Columns of the matrices that are named by their size."""
+ROTATED_BYTES = 400_000_000
+"""What a kernel reads before it meets the same bytes again: several times the largest L2, 60 MB."""
+MOST_COPIES = 64
+"""Small matrices and short caches stay in L2 then, as they do when a model runs."""
+LEAST_LAUNCHES = 256
+"""Of a graph, so that starting it does not count."""
+WARM_UP = 3
+CHUNK = 64
+ROLES = {"q": "qkv", "o": "o", "gate": "gate_up", "down": "down", "embedding": "head", "head": "head"}
+"""The first weight of a product, and what the product is called."""
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What to time; formats and shapes empty for all. depths: of attention, none for no attention."""
+
+    formats: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
+    depths: tuple[int, ...] = (8192,)
+    repeats: int = 7
+
+
+@dataclass(frozen=True)
+class KernelRow(Measured):
+    """One kernel at one shape. Times are medians of graphs of many launches. None: not of this kernel.
+
+    n, k: rows (of all matrices of the launch) and columns. heads: query heads/KV heads x head size; depth: positions
+    in the cache before the one that attention is at. file_bytes: as a file stores what is read; moved_bytes: as the
+    device does. gb_s: file_bytes / us. n_copies: matrices or caches that launches take by turns.
+    """
+
+    COLUMNS: ClassVar = (
+        "shape", "n", "k", "heads", "depth", "format", "file_bytes", "us", "us_spread", "gb_s", "share",
+    )  # fmt: skip
+    verb: str
+    shape: str
+    n: int | None
+    k: int | None
+    heads: str | None
+    depth: int | None
+    format: str
+    file_bytes: int
+    moved_bytes: int
+    us: float
+    us_spread: float | None
+    gb_s: float
+    share: float
+    n_copies: int
+    stream_gb_s: float
+    card: str
+    clock_mhz: int | None
+    commit: str | None
+    date: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small model, some of whose launches are timed.
+
+    layers: those of the layers, and there are as many layers as rotation needs; otherwise the head's, of several
+    models of one layer. size_mb: 10^6 bytes of the head, where the format decides its rows.
+    """
+
+    name: str
+    shape: Shape
+    layers: bool
+    size_mb: int | None = None
+
+    def shape_for(self, kind: str) -> Shape:
+        """The model in a format."""
+        if self.size_mb is None:
+            return self.shape
+        row_bytes = SIZE_K * get(kind).bits_per_weight / 8
+        return replace(self.shape, vocabulary=round(self.size_mb * 1e6 / row_bytes / stream.ROWS) * stream.ROWS)
+
+
+def make_cases() -> list[Case]:
+    """Every model's layers and head, and the plain sizes."""
+    cases = []
+    for name in MODELS:
+        shape = SHAPES[name]
+        # Sliding and global layers by turns: both kinds get as many copies.
+        period = 2 if shape.global_every else 1
+        small = replace(shape, vocabulary=stream.ROWS * 16, is_tied=True, n_layers=period)
+        cases.append(Case(name, replace(small, global_every=period if period > 1 else 0), layers=True))
+        head = replace(_headed(shape.architecture, shape.width, shape.vocabulary), keys=shape.keys)
+        cases.append(Case(f"{name}.head", head, layers=False))
+    sizes = _headed("llama", SIZE_K, 0)
+    return cases + [Case(f"{size}MB", sizes, layers=False, size_mb=size) for size in SIZES_MB]
+
+
+def _headed(architecture: str, width: int, n_rows: int) -> Shape:
+    """A model that is little more than its head."""
+    return Shape(architecture, width, 256, 1, 4, 4, 64, n_rows, 131072, True, global_head_size=64)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A launch's shape and bytes: what of a row is known without a device."""
+
+    shape: str
+    n: int | None
+    k: int | None
+    heads: str | None
+    depth: int | None
+    format: str
+    file_bytes: int
+    moved_bytes: int
+
+
+def describe(case: Case, step: Step, depth: int | None = None) -> list[tuple[str, Timed]]:
+    """(part of the list, what it is) of every product in its order or, with a depth, of every attention."""
+    found: list[tuple[str, Timed]] = []
+    for call in fuse_one_row(step):
+        if isinstance(call, FusedProduct) and depth is None:
+            found.append((call.part, _describe_product(case, call)))
+        elif isinstance(call, FusedAttention) and depth is not None:
+            found.append((call.part, _describe_attention(case, call, depth)))
+    return found
+
+
+def _describe_product(case: Case, fused: FusedProduct) -> Timed:
+    weights = [matrix(call) for call in fused.products]
+    role, k = ROLES[weights[0].name.rpartition(".")[2]], weights[0].shape[1]
+    n_moved = sum(
+        stream.choose(w.stored.format_name, padded_rows(w.shape[0]), k).n_bytes(padded_rows(w.shape[0]), k)
+        for w in weights
+    )
+    name = case.name if role == "head" else _name(case, role, fused.part)
+    n_rows, n_bytes = sum(w.shape[0] for w in weights), sum(w.n_bytes for w in weights)
+    return Timed(name, n_rows, k, None, None, weights[0].stored.format_name, n_bytes, n_moved)
+
+
+def _describe_attention(case: Case, fused: FusedAttention, depth: int) -> Timed:
+    kind, n_heads = fused.cache.kind, fused.attention.sizes["H"]
+    n_bytes = fused.attention.cache_bytes({"T": 1, "R": 1, "B": 1, "S": depth + 1})
+    heads = f"{n_heads}/{kind.n_kv_heads}x{kind.head_size}"
+    return Timed(_name(case, "attention", fused.part), None, None, heads, depth, kind.storage, n_bytes, n_bytes)
+
+
+def _name(case: Case, role: str, part: str) -> str:
+    """``llama31-8b.qkv``, or ``gemma4-12b.qkv.global`` where layers differ."""
+    if not case.shape.global_every or role in ("gate_up", "down"):
+        return f"{case.name}.{role}"
+    layer = int(part.split(".")[1])
+    return f"{case.name}.{role}.{'global' if (layer + 1) % case.shape.global_every == 0 else 'sliding'}"
+
+
+def bench_kernels(options: KernelOptions) -> Iterator[KernelRow]:
+    """Rows as they are measured. RequestError for formats and shapes that do not exist, with those that do."""
+    formats = options.formats or FORMATS
+    for kind in formats:
+        if kind not in FORMATS:
+            raise RequestError(f"-f {kind}: expected {', '.join(FORMATS)}")
+    is_wanted = _choose(options.shapes)
+    device = choose_card()
+    stream_gb_s = measure_limit(device).gb_s
+    for case in make_cases():
+        for kind in formats:
+            # A cache has one format: its rows come once.
+            depths = options.depths if kind == formats[0] and case.layers else ()
+            yield from _Bench(case, kind, device, depths, is_wanted, options.repeats, stream_gb_s).rows()
+
+
+def choose_card() -> torch.device:
+    """The CUDA device. UnsupportedError where there is none: a CPU has no kernels to time."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench kernels needs a CUDA device; torch sees none here")
+    return torch.device("cuda")
+
+
+def _choose(words: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a shape is asked for: by its name, or by words of it with dots between."""
+    names = {timed.shape for case in make_cases() for depth in (None, 1) for timed in _plan(case, "BF16", depth)}
+
+    def has(name: str, word: str) -> bool:
+        return f".{word}." in f".{name}."
+
+    for word in words:
+        if not any(has(name, word) for name in names):
+            raise RequestError(f"-s {word}: no such shape; there are {', '.join(sorted(names))}")
+    return lambda name: not words or any(has(name, word) for word in words)
+
+
+def _step(shape: Shape, kind: str, device: torch.device | str) -> Step:
+    model = load_model(checkpoint_of("bench", shape, kind, device))
+    return build_step(model.config, model.weights, DEVICE_ROUNDING)
+
+
+def _plan(case: Case, kind: str, depth: int | None) -> list[Timed]:
+    """What the case has of products or, with a depth, of attention."""
+    described = describe(case, _step(case.shape_for(kind), kind, "cpu"), depth)
+    return list(dict.fromkeys(timed for part, timed in described if (part != "head") == case.layers))
+
+
+class _Bench:
+    """One case in one format."""
+
+    def __init__(
+        self,
+        case: Case,
+        kind: str,
+        device: torch.device,
+        depths: Sequence[int],
+        is_wanted: Callable[[str], bool],
+        repeats: int,
+        stream_gb_s: float,
+    ) -> None:
+        self.case, self.kind, self.device, self.repeats, self.stream_gb_s = case, kind, device, repeats, stream_gb_s
+        self.products = [t for t in _plan(case, kind, None) if is_wanted(t.shape)]
+        self.attention = {d: [t for t in _plan(case, kind, d) if is_wanted(t.shape)] for d in depths}
+
+    def rows(self) -> Iterator[KernelRow]:
+        """Products first, then attention at each depth."""
+        depths = [depth for depth, timed in self.attention.items() if timed]
+        timed = self.products or [t for depth in depths for t in self.attention[depth]]
+        if not timed:
+            return
+        n_copies = min(MOST_COPIES, max(2, math.ceil(ROTATED_BYTES / min(t.file_bytes for t in timed))))
+        executors = self._open(n_copies, max(depths, default=1))
+        self._run_a_token(executors, max(depths, default=1))
+        yield from self._time(executors, self.products, None)
+        for depth in depths:
+            self._run_a_token(executors, depth)
+            yield from self._time(executors, self.attention[depth], depth)
+
+    def _open(self, n_copies: int, depth: int) -> list[DeviceExecutor]:
+        """One model of many layers, or many of one layer."""
+        free_memory(self.device)
+        shape, plan = self.case.shape_for(self.kind), CachePlan(depth + 2, CHUNK)
+        n_models = 1 if self.case.layers else n_copies
+        if self.case.layers:
+            shape = replace(shape, n_layers=(n_copies + 1) * shape.n_layers)
+        return [DeviceExecutor(_step(shape, self.kind, self.device), plan, device=self.device) for _ in range(n_models)]
+
+    def _run_a_token(self, executors: Sequence[DeviceExecutor], depth: int) -> None:
+        """Buffers and caches with values like a model's, and a position for attention to read up to."""
+        for executor in executors:
+            for pool in executor.pools.values():
+                pool.normal_()
+            kinds = executor.step.kinds
+            cache = SequenceCache(executor.plan, kinds, make_pools(executor.plan, kinds))
+            while cache.length < depth - 1:
+                n = min(CHUNK, depth - 1 - cache.length)
+                cache.reserve(n)
+                cache.commit(n)
+            batch = Batch()
+            cache.append_rows(batch, [1], [0], n_reserved=2)
+            executor.run(batch)
+
+    def _time(
+        self, executors: Sequence[DeviceExecutor], wanted: Sequence[Timed], depth: int | None
+    ) -> Iterator[KernelRow]:
+        pairs = [pair for executor in executors for pair in self._launches(executor, depth)]
+        for timed in wanted:
+            launches = [launch for found, launch in pairs if found == timed]
+            times_us = time_launches(launches, executors[0].architecture, self.device, self.repeats)
+            yield self._row(timed, times_us, len(launches))
+
+    def _launches(self, executor: DeviceExecutor, depth: int | None) -> list[tuple[Timed, Launch]]:
+        """The executor's own launches of the kernel in question, each with what it is.
+
+        Not those of the first layers: no sum of planes precedes them, so they have other kernels than all the others.
+        """
+        kernel = "product" if depth is None else "attention"
+        launches = [launch for launch in executor.launches if launch.kernel.name == kernel]
+        n_first = self.case.shape.n_layers if self.case.layers else 0
+        first = tuple(f"layers.{i}." for i in range(n_first))
+        described = describe(self.case, executor.step, depth)
+        pairs = zip(described, launches, strict=True)
+        return [(timed, launch) for (part, timed), launch in pairs if not part.startswith(first)]
+
+    def _row(self, timed: Timed, times_us: Sequence[float], n_copies: int) -> KernelRow:
+        us = median(times_us)
+        gb_s = timed.file_bytes / us / 1e3
+        return KernelRow(
+            verb="kernel",
+            **vars(timed),
+            us=round(us, 3),
+            us_spread=spread(times_us),
+            gb_s=round(gb_s, 1),
+            share=round(gb_s / self.stream_gb_s, 4),
+            n_copies=n_copies,
+            stream_gb_s=round(self.stream_gb_s, 1),
+            **origin(self.device),
+        )
+
+
+def time_launches(launches: Sequence[Launch], architecture: str, device: torch.device, repeats: int) -> list[float]:
+    """Microseconds a launch, of each of several replays of one graph of many."""
+    kernels = load_kernels([launch.kernel for launch in launches], architecture)
+    n_rounds = math.ceil(LEAST_LAUNCHES / len(launches))
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
+        handle = torch.cuda.current_stream(device).cuda_stream
+        for _ in range(n_rounds):
+            for launch in launches:
+                kernels[launch.kernel].launch(handle, launch.grid, launch.arguments)
+    for _ in range(WARM_UP):
+        graph.replay()
+    return [timed_us(device, graph.replay) / (n_rounds * len(launches)) for _ in range(repeats)]

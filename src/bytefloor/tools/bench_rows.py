@@ -1,0 +1,139 @@
+"""Rows that bench measures: where they come from, and how they are shown, each as soon as it is known."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gc
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from bytefloor.engine.stream_limit import StreamLimit, measure_stream_limit
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row. None stands for what was not measured. COLUMNS: the fields that a table for people shows."""
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+
+
+class RowWriter:
+    """Prints a row as it comes (JSON, which is one list, at the end) and keeps the file of all rows up to date.
+
+    output: md, json or csv. save: a file for all rows as JSON; it is opened at once, so that a path that cannot be
+    written costs no measurement, and replaced by the first row.
+    """
+
+    def __init__(self, output: str, save: Path | None) -> None:
+        self._output, self._save = output, save
+        self._rows: list[dict[str, Any]] = []
+        if save is not None:
+            save.open("a").close()
+
+    def add(self, row: Measured) -> None:
+        """Show and keep a row."""
+        fields = asdict(row)
+        self._rows.append(fields)
+        if self._save is not None:
+            self._save.write_text(json.dumps(self._rows, indent=1) + "\n")
+        if self._output == "csv":
+            self._print_csv(fields)
+        elif self._output == "md":
+            if len(self._rows) == 1:
+                print("| " + " | ".join(row.COLUMNS) + " |\n|" + "---|" * len(row.COLUMNS))
+            print("| " + " | ".join(_cell(name, fields[name]) for name in row.COLUMNS) + " |", flush=True)
+
+    def _print_csv(self, fields: dict[str, Any]) -> None:
+        text = io.StringIO()
+        lines = csv.writer(text, lineterminator="\n")
+        if len(self._rows) == 1:
+            lines.writerow(fields)
+        lines.writerow(fields.values())
+        print(text.getvalue(), end="", flush=True)
+
+    def finish(self) -> None:
+        """What can only be printed when all rows are known."""
+        if self._output == "json" and self._rows:
+            print(json.dumps(self._rows, indent=1))
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1%}" if name in ("share", "tok_s_spread", "us_spread") else str(value)
+
+
+def say(notices: Sequence[str | None]) -> None:
+    """Notes on standard error, which the tables are not on."""
+    for notice in notices:
+        if notice:
+            print(f"note: {notice}", file=sys.stderr)
+
+
+def measure_limit(device: torch.device) -> StreamLimit:
+    """The stream limit, its notice said; the memory it took is free again and does not count as anybody's peak."""
+    limit = measure_stream_limit(device)
+    say([limit.notice])
+    free_memory(device)
+    return limit
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what the last model held: the next one is asked whether it fits, and has its own peak."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def median(values: Sequence[float]) -> float:
+    """The upper one of two in the middle."""
+    return sorted(values)[len(values) // 2]
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """(largest - smallest) / median; None of a single value."""
+    return round((max(values) - min(values)) / median(values), 4) if len(values) > 1 else None
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """The fields card, clock_mhz, commit and date."""
+    is_cuda = device.type == "cuda"
+    return {
+        "card": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "clock_mhz": _clock_mhz(device) if is_cuda else None,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def _clock_mhz(device: torch.device) -> int | None:
+    """Of the multiprocessors, now; None where it cannot be read."""
+    try:
+        return int(torch.cuda.clock_rate(device))
+    except (RuntimeError, ModuleNotFoundError):
+        return None
+
+
+def _commit() -> str | None:
+    """Of the checkout that runs, with a plus where it has changes; None outside one."""
+    folder = str(Path(__file__).parent)
+    try:
+        commit = _git(folder, "rev-parse", "--short", "HEAD")
+        return commit + ("+" if _git(folder, "status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: str, *words: str) -> str:
+    done = subprocess.run(("git", "-C", folder, *words), capture_output=True, text=True, check=True)
+    return done.stdout.strip()
