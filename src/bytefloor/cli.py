@@ -252,7 +252,6 @@ def kernels(
     shapes: Annotated[
         str, typer.Option("-s", "--shapes", help="Shapes or words of their names (75MB, qwen3-8b, down), by commas.")
     ] = "",
-    depths: Annotated[str, typer.Option("-d", "--depth", help="Positions of attention, by commas.")] = "8192",
     repeats: RepeatsOption = 7,
     output: OutputOption = "md",
     save: SaveOption = None,
@@ -263,7 +262,7 @@ def kernels(
 
     _check_bench(output, repeats)
     words = [tuple(part.strip() for part in text.split(",") if part.strip()) for text in (formats, shapes)]
-    options = KernelOptions(words[0], words[1], _sizes("-d", depths, 1), repeats)
+    options = KernelOptions(words[0], words[1], repeats)
     _write_rows(bench_kernels(options), output, save)
 
 

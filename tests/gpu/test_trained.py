@@ -1,4 +1,4 @@
-"""Trained checkpoints, teacher-forced token by token through the captured graph, against float32 and recorded values."""
+"""Trained checkpoints, teacher-forced token by token through the captured graph, against float32."""
 
 from __future__ import annotations
 

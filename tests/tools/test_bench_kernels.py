@@ -68,34 +68,28 @@ def timed(twins: kernel_twins.TwinDevice, monkeypatch: pytest.MonkeyPatch) -> li
     return groups
 
 
-def test_every_product_and_attention_of_the_models_has_a_row(timed: list[list[Launch]]) -> None:
-    rows = list(bench_kernels(KernelOptions(("Q4_K", "Q8_0"), depths=(50,))))
-    q4 = [(row.shape, row.n, row.k, row.heads, row.depth) for row in rows if row.format != "Q8_0"]
+def test_every_product_of_the_models_has_a_row(timed: list[list[Launch]]) -> None:
+    rows = list(bench_kernels(KernelOptions(("Q4_K", "Q8_0"))))
+    q4 = [(row.shape, row.n, row.k) for row in rows if row.format != "Q8_0"]
     assert q4 == [
-        ("plain.qkv", 768, 256, None, None),
-        ("plain.o", 256, 512, None, None),
-        ("plain.gate_up", 1024, 256, None, None),
-        ("plain.down", 256, 512, None, None),
-        ("plain.attention", None, None, "8/2x64", 50),
-        ("plain.head", 2048, 256, None, None),
-        ("mixed.qkv.sliding", 512, 256, None, None),
-        ("mixed.o.sliding", 256, 256, None, None),
-        ("mixed.gate_up", 1024, 256, None, None),
-        ("mixed.down", 256, 512, None, None),
-        ("mixed.qkv.global", 640, 256, None, None),
-        ("mixed.o.global", 256, 512, None, None),
-        ("mixed.attention.sliding", None, None, "4/2x64", 50),
-        ("mixed.attention.global", None, None, "4/1x128", 50),
-        ("mixed.head", 2048, 256, None, None),
-        ("1MB", 432, 4096, None, None),
+        ("plain.qkv", 768, 256),
+        ("plain.o", 256, 512),
+        ("plain.gate_up", 1024, 256),
+        ("plain.down", 256, 512),
+        ("plain.head", 2048, 256),
+        ("mixed.qkv.sliding", 512, 256),
+        ("mixed.o.sliding", 256, 256),
+        ("mixed.gate_up", 1024, 256),
+        ("mixed.down", 256, 512),
+        ("mixed.qkv.global", 640, 256),
+        ("mixed.o.global", 256, 512),
+        ("mixed.head", 2048, 256),
+        ("1MB", 432, 4096),
     ]
-    assert len(rows) == len(timed) == 16 + 13
-    qkv, attention = rows[0], next(row for row in rows if row.shape == "mixed.attention.sliding")
+    assert len(rows) == len(timed) == 2 * 13
+    qkv = rows[0]
     assert qkv.file_bytes == 768 * 144
     assert qkv.moved_bytes == 48 * (2048 + 128 + 128 + 64)
-    # A window of 40 positions, keys and values of two heads of 64 in bf16.
-    assert attention.file_bytes == attention.moved_bytes == 40 * 2 * 2 * 64 * 2
-    assert attention.format == "bf16"
     assert (qkv.us, qkv.us_spread) == (120.0, round(50 / 120, 4))
     assert qkv.gb_s == pytest.approx(768 * 144 / 120e-6 / 1e9, abs=0.05)
     assert qkv.share == pytest.approx(768 * 144 / 120e-6 / 10e9, abs=1e-4)
@@ -103,16 +97,15 @@ def test_every_product_and_attention_of_the_models_has_a_row(timed: list[list[La
 
 
 def test_launches_are_one_kernel_over_weights_that_differ(timed: list[list[Launch]]) -> None:
-    rows = list(bench_kernels(KernelOptions(("Q4_K",), depths=(50,))))
+    rows = list(bench_kernels(KernelOptions(("Q4_K",))))
     for row, launches in zip(rows, timed, strict=True):
-        assert {launch.kernel.name for launch in launches} == {"product" if row.heads is None else "attention"}
+        assert {launch.kernel.name for launch in launches} == {"product"}
         assert len({launch.kernel for launch in launches}) == 1
         streamed = [max(tensors(launch), key=lambda tensor: tensor.nbytes) for launch in launches]
         assert len({tensor.data_ptr() for tensor in streamed}) == len(launches) == row.n_copies >= 2
-        if row.heads is None:
-            assert row.n_copies * row.file_bytes >= ROTATED
-            packed = [tensor.nbytes for tensor in tensors(launches[0]) if tensor.dtype == torch.uint8]
-            assert sum(packed) == row.moved_bytes
+        assert row.n_copies * row.file_bytes >= ROTATED
+        packed = [tensor.nbytes for tensor in tensors(launches[0]) if tensor.dtype == torch.uint8]
+        assert sum(packed) == row.moved_bytes
     by_shape = {row.shape: launches for row, launches in zip(rows, timed, strict=True)}
     constants = dict(by_shape["plain.qkv"][0].kernel.defines)
     assert constants["NORM"] == "1"
@@ -123,31 +116,20 @@ def tensors(launch: Launch) -> list[torch.Tensor]:
     return [argument for argument in launch.arguments if isinstance(argument, torch.Tensor)]
 
 
-def test_attention_reads_up_to_the_depth(twins: kernel_twins.TwinDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions, attention = [], kernel_twins.TwinKernel.attention
+def test_launches_find_the_values_of_the_last_step(
+    twins: kernel_twins.TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel waits until what it reads carries its step's number: the device's count must be that of the token."""
+    numbers: list[int] = []
 
-    def watched(self, *arguments):
-        positions.append(int(arguments[7][1]))
-        attention(self, *arguments)
+    def time_launches(launches: Sequence[Launch], *rest: object) -> list[float]:
+        states = [argument for launch in launches for argument in tensors(launch) if argument.shape == (3,)]
+        numbers.extend(int(state[2]) for state in states)
+        return [1.0]
 
-    monkeypatch.setattr(kernel_twins.TwinKernel, "attention", watched)
-    found: list[set[int]] = []
-
-    def timed_us(device: torch.device, replay) -> float:
-        positions.clear()
-        replay()
-        found.append(set(positions))
-        return 1.0
-
-    monkeypatch.setattr(module, "timed_us", timed_us)
-    monkeypatch.setattr(module, "LEAST_LAUNCHES", 1)
-    monkeypatch.setattr(module, "MOST_COPIES", 2)
-    options = KernelOptions(("Q4_K",), ("attention",), depths=(130, 10, 1), repeats=1)
-    rows = list(bench_kernels(options))
-    assert [row.depth for row in rows] == [130, 10, 1, 130, 130, 10, 10, 1, 1]
-    assert found == [{row.depth} for row in rows]
-    # That position and those before it, keys and values of two heads of 64 in bf16.
-    assert [row.file_bytes for row in rows[:3]] == [n * 2 * 2 * 64 * 2 for n in (131, 11, 2)]
+    monkeypatch.setattr(module, "time_launches", time_launches)
+    next(bench_kernels(KernelOptions(("Q4_K",), ("plain.down",))))
+    assert set(numbers) == {1}
 
 
 def test_a_time_is_the_graphs_over_its_launches(
@@ -172,14 +154,12 @@ def test_a_time_is_the_graphs_over_its_launches(
 
 def test_rows_are_of_what_was_asked_for(timed: list[list[Launch]]) -> None:
     def shapes(*words: str) -> list[str]:
-        return [row.shape for row in bench_kernels(KernelOptions(("Q6_K",), words, depths=(9,)))]
+        return [row.shape for row in bench_kernels(KernelOptions(("Q6_K",), words))]
 
     assert shapes("plain.down", "1MB") == ["plain.down", "1MB"]
     assert shapes("head") == ["plain.head", "mixed.head"]
-    assert shapes("qkv.global", "attention") == [
-        "plain.attention", "mixed.qkv.global", "mixed.attention.sliding", "mixed.attention.global",
-    ]  # fmt: skip
-    with pytest.raises(RequestError, match=r"-s plai: no such shape; there are 1MB, mixed\.attention\.global, .*"):
+    assert shapes("qkv.global", "o") == ["plain.o", "mixed.o.sliding", "mixed.qkv.global", "mixed.o.global"]
+    with pytest.raises(RequestError, match=r"-s plai: no such shape; there are 1MB, mixed\.down, .*"):
         shapes("1MB", "plai")
     with pytest.raises(RequestError, match="-f Q4_K_M: expected Q4_K, Q5_K"):
         list(bench_kernels(KernelOptions(("Q4_K_M",))))
@@ -200,7 +180,7 @@ def test_sizes_are_what_they_are_called(kind: str) -> None:
 def test_the_command_shows_rows(twins: kernel_twins.TwinDevice, tmp_path: Path) -> None:
     saved = tmp_path / "kernels.json"
     result = CliRunner().invoke(
-        app, ["bench", "kernels", "-f", "Q4_0, BF16", "-s", "plain.o", "-d", "", "-r", "2", "--save", str(saved)]
+        app, ["bench", "kernels", "-f", "Q4_0, BF16", "-s", "plain.o", "-r", "2", "--save", str(saved)]
     )
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()

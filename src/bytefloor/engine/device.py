@@ -229,6 +229,13 @@ class DeviceExecutor:
         torch.cuda.synchronize(self.device)
         return elapsed / n * 1e6
 
+    def repeat_step(self) -> None:
+        """The values of the last step pass for those of this one: launches by themselves, in any order, wait for none.
+
+        For timing products alone. Attention is not to be launched so, see ``tools/bench_kernels.py``.
+        """
+        self._memory.state[2] -= 1
+
     def poison(self) -> None:
         """NaN in the cache and every float that a step writes: a test's way to see what is read before it is written.
 

@@ -98,7 +98,9 @@ def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
 def checkpoint_of(name: str, shape: Shape, mixture: str, device: torch.device | str) -> Checkpoint:
     """The same for any shape; a mixture may also be the name of one format, for all matrices."""
     tensors = {
-        tensor: _stored(tensor, size, _format(tensor, size, shape, mixture), torch.device(device))
+        tensor: _stored(
+            tensor, size, _format(tensor, size, shape, mixture), torch.device(device), _mean(tensor, size, shape)
+        )
         for tensor, size in _tensor_shapes(shape).items()
     }
     return Checkpoint(Path(name), "gguf", _metadata(name, shape), tensors)
@@ -217,12 +219,21 @@ class _Banded(StoredTensor):
         return out
 
 
-def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device) -> StoredTensor:
+def _mean(tensor: str, size: tuple[int, ...], shape: Shape) -> float:
+    """Of a vector's values. Gemma 4 has no attention scale: its query norm keeps scores near 1, as training does.
+
+    With weights around 1 they would be around sqrt(E), every softmax would pick one key, and after a few layers no two
+    ways of rounding would agree on which.
+    """
+    return size[0] ** -0.5 if shape.architecture == "gemma4" and "attn_q_norm" in tensor else 1.0
+
+
+def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device, mean: float = 1.0) -> StoredTensor:
     record = get(kind)
     n = math.prod(size)
     n_bytes = n * (4 if kind == "F32" else 2) if record.block_bytes is None else n // record.block * record.block_bytes
     if len(size) < 2 or size[0] <= BAND:
-        return StoredTensor(name, size, kind, record, n_bytes, lambda: _draw(name, size, record, device))
+        return StoredTensor(name, size, kind, record, n_bytes, lambda: _draw(name, size, record, device, mean))
 
     def band(i: int) -> StoredTensor:
         return _stored(f"{name} {i}", (min(BAND, size[0] - i * BAND), size[1]), kind, device)
@@ -237,7 +248,9 @@ def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device) -
     return _Banded(name, size, kind, record, n_bytes, read, band=band)
 
 
-def _draw(name: str, size: tuple[int, ...], record: QuantFormat, device: torch.device) -> dict[str, Tensor]:
+def _draw(
+    name: str, size: tuple[int, ...], record: QuantFormat, device: torch.device, mean: float
+) -> dict[str, Tensor]:
     # Seeded by its name: a tensor has the same values whenever and by whomever it is read.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     if name == "rope_freqs.weight":
@@ -248,7 +261,7 @@ def _draw(name: str, size: tuple[int, ...], record: QuantFormat, device: torch.d
         return {"blocks": _random_blocks(record, size, generator, device)}
     values = torch.randn(size, generator=generator, device=device)
     if record.name == "F32":
-        return {"values": values.mul_(0.1).add_(1.0)}
+        return {"values": values.mul_(0.1).add_(1.0).mul_(mean)}
     return {"values": values.mul_(size[-1] ** -0.5).to(torch.float16 if record.name == "F16" else torch.bfloat16)}
 
 

@@ -1,8 +1,9 @@
-"""``bench kernels``: the kernels of a token one by one, each over weights or a cache that no L2 holds.
+"""``bench kernels``: the products of a token one by one, each over weights that no L2 holds.
 
 A kernel is timed as a token runs it: small models of the real shapes are opened by the device executor, and what is
 launched are the executor's own launches, arguments included, of one product in all layers (or copies) by turns, many
-times in one CUDA graph.
+times in one CUDA graph. Attention is not among them: layers share what its runs are merged from, and only the order of
+a token keeps them apart.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.formats import get, stream
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
-from bytefloor.model.fuse import FusedAttention, FusedProduct, fuse_one_row
+from bytefloor.model.fuse import FusedProduct, fuse_one_row
 from bytefloor.model.step import Step
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, median, origin, spread
 
@@ -39,43 +40,39 @@ SIZE_K = 4096
 ROTATED_BYTES = 400_000_000
 """What a kernel reads before it meets the same bytes again: several times the largest L2, 60 MB."""
 MOST_COPIES = 64
-"""Small matrices and short caches stay in L2 then, as they do when a model runs."""
+"""Small matrices stay in L2 then, as they do when a model runs."""
 LEAST_LAUNCHES = 256
 """Of a graph, so that starting it does not count."""
 WARM_UP = 3
-CHUNK = 64
+CAPACITY = CHUNK = 64
 ROLES = {"q": "qkv", "o": "o", "gate": "gate_up", "down": "down", "embedding": "head", "head": "head"}
 """The first weight of a product, and what the product is called."""
 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What to time; formats and shapes empty for all. depths: of attention, none for no attention."""
+    """What to time; formats and shapes empty for all."""
 
     formats: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
-    depths: tuple[int, ...] = (8192,)
     repeats: int = 7
 
 
 @dataclass(frozen=True)
 class KernelRow(Measured):
-    """One kernel at one shape. Times are medians of graphs of many launches. None: not of this kernel.
+    """One kernel at one shape. Times are medians of graphs of many launches.
 
-    n, k: rows (of all matrices of the launch) and columns. heads: query heads/KV heads x head size; depth: positions
-    in the cache before the one that attention is at. file_bytes: as a file stores what is read; moved_bytes: as the
-    device does. gb_s: file_bytes / us. n_copies: matrices or caches that launches take by turns.
+    n, k: rows (of all matrices of the launch) and columns. file_bytes: as a file stores what is read; moved_bytes: as
+    the device does. gb_s: file_bytes / us. n_copies: matrices that launches take by turns.
     """
 
     COLUMNS: ClassVar = (
-        "shape", "n", "k", "heads", "depth", "format", "file_bytes", "us", "us_spread", "gb_s", "share",
+        "shape", "n", "k", "format", "file_bytes", "us", "us_spread", "gb_s", "share",
     )  # fmt: skip
     verb: str
     shape: str
-    n: int | None
-    k: int | None
-    heads: str | None
-    depth: int | None
+    n: int
+    k: int
     format: str
     file_bytes: int
     moved_bytes: int
@@ -137,24 +134,17 @@ class Timed:
     """A launch's shape and bytes: what of a row is known without a device."""
 
     shape: str
-    n: int | None
-    k: int | None
-    heads: str | None
-    depth: int | None
+    n: int
+    k: int
     format: str
     file_bytes: int
     moved_bytes: int
 
 
-def describe(case: Case, step: Step, depth: int | None = None) -> list[tuple[str, Timed]]:
-    """(part of the list, what it is) of every product in its order or, with a depth, of every attention."""
-    found: list[tuple[str, Timed]] = []
-    for call in fuse_one_row(step):
-        if isinstance(call, FusedProduct) and depth is None:
-            found.append((call.part, _describe_product(case, call)))
-        elif isinstance(call, FusedAttention) and depth is not None:
-            found.append((call.part, _describe_attention(case, call, depth)))
-    return found
+def describe(case: Case, step: Step) -> list[tuple[str, Timed]]:
+    """(part of the list, what it is) of every product in its order."""
+    products = [call for call in fuse_one_row(step) if isinstance(call, FusedProduct)]
+    return [(call.part, _describe_product(case, call)) for call in products]
 
 
 def _describe_product(case: Case, fused: FusedProduct) -> Timed:
@@ -166,14 +156,7 @@ def _describe_product(case: Case, fused: FusedProduct) -> Timed:
     )
     name = case.name if role == "head" else _name(case, role, fused.part)
     n_rows, n_bytes = sum(w.shape[0] for w in weights), sum(w.n_bytes for w in weights)
-    return Timed(name, n_rows, k, None, None, weights[0].stored.format_name, n_bytes, n_moved)
-
-
-def _describe_attention(case: Case, fused: FusedAttention, depth: int) -> Timed:
-    kind, n_heads = fused.cache.kind, fused.attention.sizes["H"]
-    n_bytes = fused.attention.cache_bytes({"T": 1, "R": 1, "B": 1, "S": depth + 1})
-    heads = f"{n_heads}/{kind.n_kv_heads}x{kind.head_size}"
-    return Timed(_name(case, "attention", fused.part), None, None, heads, depth, kind.storage, n_bytes, n_bytes)
+    return Timed(name, n_rows, k, weights[0].stored.format_name, n_bytes, n_moved)
 
 
 def _name(case: Case, role: str, part: str) -> str:
@@ -195,9 +178,7 @@ def bench_kernels(options: KernelOptions) -> Iterator[KernelRow]:
     stream_gb_s = measure_limit(device).gb_s
     for case in make_cases():
         for kind in formats:
-            # A cache has one format: its rows come once.
-            depths = options.depths if kind == formats[0] and case.layers else ()
-            yield from _Bench(case, kind, device, depths, is_wanted, options.repeats, stream_gb_s).rows()
+            yield from _Bench(case, kind, device, is_wanted, options.repeats, stream_gb_s).rows()
 
 
 def choose_card() -> torch.device:
@@ -209,7 +190,7 @@ def choose_card() -> torch.device:
 
 def _choose(words: Sequence[str]) -> Callable[[str], bool]:
     """Whether a shape is asked for: by its name, or by words of it with dots between."""
-    names = {timed.shape for case in make_cases() for depth in (None, 1) for timed in _plan(case, "BF16", depth)}
+    names = {timed.shape for case in make_cases() for timed in _plan(case, "BF16")}
 
     def has(name: str, word: str) -> bool:
         return f".{word}." in f".{name}."
@@ -225,9 +206,9 @@ def _step(shape: Shape, kind: str, device: torch.device | str) -> Step:
     return build_step(model.config, model.weights, DEVICE_ROUNDING)
 
 
-def _plan(case: Case, kind: str, depth: int | None) -> list[Timed]:
-    """What the case has of products or, with a depth, of attention."""
-    described = describe(case, _step(case.shape_for(kind), kind, "cpu"), depth)
+def _plan(case: Case, kind: str) -> list[Timed]:
+    """The products of the case."""
+    described = describe(case, _step(case.shape_for(kind), kind, "cpu"))
     return list(dict.fromkeys(timed for part, timed in described if (part != "head") == case.layers))
 
 
@@ -239,73 +220,45 @@ class _Bench:
         case: Case,
         kind: str,
         device: torch.device,
-        depths: Sequence[int],
         is_wanted: Callable[[str], bool],
         repeats: int,
         stream_gb_s: float,
     ) -> None:
         self.case, self.kind, self.device, self.repeats, self.stream_gb_s = case, kind, device, repeats, stream_gb_s
-        self.products = [t for t in _plan(case, kind, None) if is_wanted(t.shape)]
-        self.attention = {d: [t for t in _plan(case, kind, d) if is_wanted(t.shape)] for d in depths}
+        self.products = [t for t in _plan(case, kind) if is_wanted(t.shape)]
 
     def rows(self) -> Iterator[KernelRow]:
-        """Products first, then attention at each depth."""
-        depths = [depth for depth, timed in self.attention.items() if timed]
-        timed = self.products or [t for depth in depths for t in self.attention[depth]]
-        if not timed:
+        """One for each product that is asked for."""
+        if not self.products:
             return
-        n_copies = min(MOST_COPIES, max(2, math.ceil(ROTATED_BYTES / min(t.file_bytes for t in timed))))
-        executors = self._open(n_copies, max(depths, default=1))
-        self._run_a_token(executors, max(depths, default=1))
-        yield from self._time(executors, self.products, None)
-        for depth in depths:
-            self._run_a_token(executors, depth)
-            yield from self._time(executors, self.attention[depth], depth)
+        n_copies = min(MOST_COPIES, max(2, math.ceil(ROTATED_BYTES / min(t.file_bytes for t in self.products))))
+        executors = self._open(n_copies)
+        for executor in executors:
+            _run_a_token(executor)
+        pairs = [pair for executor in executors for pair in self._launches(executor)]
+        for timed in self.products:
+            launches = [launch for found, launch in pairs if found == timed]
+            times_us = time_launches(launches, executors[0].architecture, self.device, self.repeats)
+            yield self._row(timed, times_us, len(launches))
 
-    def _open(self, n_copies: int, depth: int) -> list[DeviceExecutor]:
+    def _open(self, n_copies: int) -> list[DeviceExecutor]:
         """One model of many layers, or many of one layer."""
         free_memory(self.device)
-        shape, plan = self.case.shape_for(self.kind), CachePlan(depth + 2, CHUNK)
+        shape, plan = self.case.shape_for(self.kind), CachePlan(CAPACITY, CHUNK)
         n_models = 1 if self.case.layers else n_copies
         if self.case.layers:
             shape = replace(shape, n_layers=(n_copies + 1) * shape.n_layers)
         return [DeviceExecutor(_step(shape, self.kind, self.device), plan, device=self.device) for _ in range(n_models)]
 
-    def _run_a_token(self, executors: Sequence[DeviceExecutor], depth: int) -> None:
-        """Buffers and caches with values like a model's, and a position for attention to read up to."""
-        for executor in executors:
-            for pool in executor.pools.values():
-                pool.normal_()
-            kinds = executor.step.kinds
-            cache = SequenceCache(executor.plan, kinds, make_pools(executor.plan, kinds))
-            while cache.length < depth - 1:
-                n = min(CHUNK, depth - 1 - cache.length)
-                cache.reserve(n)
-                cache.commit(n)
-            batch = Batch()
-            cache.append_rows(batch, [1], [0], n_reserved=2)
-            executor.run(batch)
-
-    def _time(
-        self, executors: Sequence[DeviceExecutor], wanted: Sequence[Timed], depth: int | None
-    ) -> Iterator[KernelRow]:
-        pairs = [pair for executor in executors for pair in self._launches(executor, depth)]
-        for timed in wanted:
-            launches = [launch for found, launch in pairs if found == timed]
-            times_us = time_launches(launches, executors[0].architecture, self.device, self.repeats)
-            yield self._row(timed, times_us, len(launches))
-
-    def _launches(self, executor: DeviceExecutor, depth: int | None) -> list[tuple[Timed, Launch]]:
-        """The executor's own launches of the kernel in question, each with what it is.
+    def _launches(self, executor: DeviceExecutor) -> list[tuple[Timed, Launch]]:
+        """The executor's own launches of products, each with what it is.
 
         Not those of the first layers: no sum of planes precedes them, so they have other kernels than all the others.
         """
-        kernel = "product" if depth is None else "attention"
-        launches = [launch for launch in executor.launches if launch.kernel.name == kernel]
+        launches = [launch for launch in executor.launches if launch.kernel.name == "product"]
         n_first = self.case.shape.n_layers if self.case.layers else 0
         first = tuple(f"layers.{i}." for i in range(n_first))
-        described = describe(self.case, executor.step, depth)
-        pairs = zip(described, launches, strict=True)
+        pairs = zip(describe(self.case, executor.step), launches, strict=True)
         return [(timed, launch) for (part, timed), launch in pairs if not part.startswith(first)]
 
     def _row(self, timed: Timed, times_us: Sequence[float], n_copies: int) -> KernelRow:
@@ -322,6 +275,18 @@ class _Bench:
             stream_gb_s=round(self.stream_gb_s, 1),
             **origin(self.device),
         )
+
+
+def _run_a_token(executor: DeviceExecutor) -> None:
+    """Buffers with values like a model's, which then stand ready for launches in any order."""
+    for pool in executor.pools.values():
+        pool.normal_()
+    kinds = executor.step.kinds
+    cache = SequenceCache(executor.plan, kinds, make_pools(executor.plan, kinds))
+    batch = Batch()
+    cache.append_rows(batch, [1], [0])
+    executor.run(batch)
+    executor.repeat_step()
 
 
 def time_launches(launches: Sequence[Launch], architecture: str, device: torch.device, repeats: int) -> list[float]:
