@@ -211,7 +211,6 @@ def test_a_limit_that_no_kernel_measured_is_a_note(
         ("--save no/such/folder/rows.json", "no/such/folder/rows.json: No such file"),
         ("-m no.gguf", "no.gguf: no such file"),
         ("-n 4 kernels", "-n: stands before kernels; see bytefloor bench kernels -h"),
-        ("kernels -d 0", "-d 0: expected numbers from 1"),
         ("kernels -r 0", "-r 0: expected at least 1"),
         ("frob", "No such command 'frob'; see bytefloor bench --help"),
     ],
