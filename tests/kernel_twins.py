@@ -123,8 +123,8 @@ class TwinKernel:
 
     def product(
         self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,
-        norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor,
-        state: Tensor,
+        norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor, state: Tensor,
+        factor: Tensor | None,
     ) -> None:  # fmt: skip
         n = self.n("N")
         x = round_to(self._input(x_in, delta, post, norm, scalar, x_out), "int16_g32")
@@ -133,7 +133,8 @@ class TwinKernel:
         assert result.shape[0] == n
         if self.n("GLU"):
             activation = {1: "silu", 2: "gelu_tanh"}[self.n("GLU")]
-            y.copy_(OPS["glu"].reference(result[0::2], result[1::2], activation))
+            pair = (result, factor) if self.n("FACTOR") else (result[0::2], result[1::2])
+            y.copy_(OPS["glu"].reference(*pair, activation))
         else:
             planes = y.view(self.n("PARTS"), n)
             planes.zero_()
@@ -143,16 +144,21 @@ class TwinKernel:
         return 16 * int(self.d["SEGMENTS"].split("S(")[segment + 1].split(", ")[1].split(")")[0])
 
     def _input(self, x_in, delta, post, norm, scalar, x_out) -> Tensor:
-        if not self.n("NORM"):
-            return x_in.clone()
-        x, eps = x_in, self.f("EPS")
+        x, eps = x_in.clone(), self.f("EPS")
         if self.n("DELTA_PLANES"):
             d = delta.view(self.n("DELTA_PLANES"), -1).sum(0)
             x = x + (OPS["rms_norm"].reference(d, eps, post) if self.n("POST_NORM") else d)
             x = x * scalar if self.n("SCALAR") else x
             assert x_out.data_ptr() != x_in.data_ptr()
             x_out.copy_(x)
-        return OPS["rms_norm"].reference(x, eps, norm)
+        return OPS["rms_norm"].reference(x, eps, norm) if self.n("NORM") else x
+
+    def per_layer(self, projected: Tensor, weight: Tensor, table: Tensor, state: Tensor, out: Tensor) -> None:
+        n_layers, width = self.n("L"), self.n("P")
+        planes = projected.view(self.n("PLANES"), -1)[:, : n_layers * width].sum(0) * self.f("PROJECTED_SCALE")
+        normed = OPS["rms_norm"].reference(planes.view(n_layers, width), self.f("EPS"), weight)
+        own = self.matrix(table)[int(state[0])].view(n_layers, width) * self.f("OWN_SCALE")
+        out.copy_(((normed + own) * self.f("SCALE")).flatten())
 
     def attention(
         self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, frequencies: Tensor | None, cache: Tensor,
@@ -163,22 +169,28 @@ class TwinKernel:
         assert 0 <= call < n_calls
         assert cache.shape[2:] == (j, self.n("PAGE"), e)
         heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
-        q, k = heads[:n_heads], heads[n_heads : n_heads + j]
-        v = k if self.n("V_FROM_K") else heads[n_heads + j :]
-        if self.n("QK_NORM"):
-            q, k = (OPS["rms_norm"].reference(x, self.f("EPS"), w) for x, w in ((q, q_weight), (k, k_weight)))
-        if self.n("V_NORM"):
-            v = OPS["rms_norm"].reference(v, self.f("EPS"))
         position = state[1:2].long()
-        if self.n("ROPE"):
-            assert frequencies is not None
-            style, turns = {1: "split", 2: "interleaved"}[self.n("ROPE")], frequencies.tolist()
-            q, k = (OPS["rope"].reference(x[None], position, style, turns)[0] for x in (q, k))
         first, rows = torch.zeros(1, dtype=torch.int64), table[None].long()
-        OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, "bf16")
+        q = self._turned(heads[:n_heads], q_weight, frequencies, position)
+        if self.n("OWNS_KV"):
+            k = heads[n_heads : n_heads + j]
+            v = k if self.n("V_FROM_K") else heads[n_heads + j :]
+            k = self._turned(k, k_weight, frequencies, position)
+            if self.n("V_NORM"):
+                v = OPS["rms_norm"].reference(v, self.f("EPS"))
+            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, "bf16")
         window = self.n("WINDOW") or None
         mixed = OPS["attention"].reference(q[None], position, first, rows, cache, self.f("SCALE"), window)
         out.copy_(mixed.flatten())
+
+    def _turned(self, heads: Tensor, weight: Tensor | None, frequencies: Tensor | None, position: Tensor) -> Tensor:
+        if self.n("QK_NORM"):
+            heads = OPS["rms_norm"].reference(heads, self.f("EPS"), weight)
+        if self.n("ROPE"):
+            assert frequencies is not None
+            style = {1: "split", 2: "interleaved"}[self.n("ROPE")]
+            heads = OPS["rope"].reference(heads[None], position, style, frequencies.tolist())[0]
+        return heads
 
     def logits(
         self, y: Tensor, banned: Tensor, out: Tensor, bests: Tensor, counter: Tensor, state: Tensor, history: Tensor

@@ -13,19 +13,18 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
-from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
+from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor, refuse_unproven
 from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import FileError, UnsupportedError
-from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
+from bytefloor.model.fuse import fuse_one_row
 from bytefloor.model.step import Step
 from kernel_twins import TwinDevice
-from tiny import build_tiny
 
 ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 SHAPES = {
@@ -38,6 +37,10 @@ SHAPES = {
     "gemma4": Shape(
         "gemma4", 256, 512, 4, 4, 2, 64, 283, 4096, True,
         {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 1, 128,
+    ),
+    "gemma4-e": Shape(
+        "gemma4", 256, 512, 4, 4, 2, 64, 283, 4096, True,
+        {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 2, 128, True, 2, 64,
     ),
 }  # fmt: skip
 IDS = torch.randint(0, 270, (70,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -153,9 +156,18 @@ def test_several_sequences_and_models_without_kernels_are_refused(make: Make, st
         cache.append_rows(batch, [5], [0])
     with pytest.raises(UnsupportedError, match="one sequence at a time"):
         executor.run(batch)
-    model = load_model(open_checkpoint(build_tiny("gemma4-e", tmp_path).directory))
+    odd = replace(step, calls=tuple(call for call in step.calls if call.op.name != "add"))
     with pytest.raises(UnsupportedError, match="where the one-row list expects"):
-        make(build_step(model.config, model.weights, ROUNDING))
+        make(odd)
+
+
+def test_what_no_card_has_run_is_refused_on_a_card_only() -> None:
+    shape = SHAPES["gemma4-e"]
+    model = load_model(checkpoint_of("gemma4-e", shape, "Q4_K_M", "cpu"))
+    fused = fuse_one_row(build_step(model.config, model.weights, ROUNDING))
+    refuse_unproven(fused, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="per-layer inputs: .* on a card yet"):
+        refuse_unproven(fused, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,12 @@ def planned(*segments: tuple[str, int], k: int, glu: str | None = None, norm: bo
     return plan_product(fused, forms, k, 2 if norm else 0, 1e-6, MULTIPROCESSORS).kernel
 
 
+def gate(segment: tuple[str, int], k: int) -> KernelSpec:
+    fused = replace(product(segment, k=k, glu="gelu_tanh"), has_delta=True, post_norm=call("rms_norm", eps=1e-6))
+    fused = replace(fused, factor=call("select", index=3))
+    return plan_product(fused, [Segment(stream.choose(*segment, k), segment[1])], k, 4, 1e-6, MULTIPROCESSORS).kernel
+
+
 def attention(e: int, n_heads: int, j: int, window: int | None = None) -> KernelSpec:
     fused = FusedAttention(
         "test",
@@ -89,6 +96,20 @@ REPRESENTATIVE = {
     "attention 512": lambda: attention(512, 16, 1),
     "embed": lambda: spec("embed", 128, FORM="Q6_K", D=3840, V=262144, SCALE=61.9),
     "logits": lambda: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128),
+    "gemma4 E4B gate": lambda: gate(("Q4_K", 256), k=2560),
+    "per layer": lambda: spec(
+        "per_layer",
+        256,
+        FORM="Q4_K",
+        L=42,
+        P=256,
+        V=262144,
+        PLANES=1,
+        EPS=1e-6,
+        PROJECTED_SCALE=0.02,
+        OWN_SCALE=16.0,
+        SCALE=0.7,
+    ),
     "unpack": lambda: spec("unpack", 256, FORM="Q5_K", K=512),
     "read": lambda: spec("read", 512, THREADS=512),
 }

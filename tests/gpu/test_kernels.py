@@ -118,9 +118,9 @@ def run_product(
         segments.append(Segment(stream.choose(name, n, k), n))
         packed.append(segments[-1].form.pack(parts))
         dense.append(get(name).decode(parts).double())
-    delta = more.get("delta")
+    delta, factor = more.get("delta"), more.get("factor")
     plan = plan_product(fused, segments, k, 0 if delta is None else delta.shape[0], 1e-6, n_multiprocessors)
-    n = sum(segment.n for segment in segments) // (2 if fused.glu is not None else 1)
+    n = sum(segment.n for segment in segments) // (2 if fused.glu is not None and factor is None else 1)
     pointers = [*packed, *[None] * (3 - len(packed))]
     found, tickets = [], torch.zeros(plan.planes, dtype=torch.int32, device="cuda")
     for n_steps in (1, 2):  # either parity, over what the other left
@@ -130,7 +130,7 @@ def run_product(
         launch(
             plan.kernel, (plan.n_blocks, 1), *pointers, handed(x, n_steps),
             None if delta is None else handed(delta, n_steps), more.get("post"), more.get("norm"), more.get("scalar"),
-            x_out, y, tickets, step_state(n_steps=n_steps),
+            x_out, y, tickets, step_state(n_steps=n_steps), None if factor is None else handed(factor, n_steps),
         )  # fmt: skip
         residual = taken(x_out, n_steps) if fused.has_delta else x_out
         found.append((taken(y, n_steps).double().sum(0), residual))
@@ -221,6 +221,38 @@ def test_glu_of_gate_and_up_rows_by_turns(n: int, n_multiprocessors: int, activa
     found, dense, _ = run_product(fused_product(1, glu=glu), [("Q6_K", n)], 512, x, n_multiprocessors)
     y = dense @ round_to(x, "int16_g32").double()
     assert relative_error(found, OPS["glu"].reference(y[0::2], y[1::2], activation)) < TIGHT
+
+
+@pytest.mark.parametrize("has_post_norm", [False, True])
+def test_a_gate_times_per_layer_inputs(has_post_norm: bool) -> None:
+    """The residual takes up the last block's planes, and goes into the gate as it is."""
+    k, x, planes = 640, torch.randn(640, device="cuda"), torch.randn(2, 640, device="cuda")
+    post, factor = torch.randn(k, device="cuda"), torch.randn(256, device="cuda")
+    glu = OpCall(OPS["glu"], "test", {}, {"activation": "gelu_tanh"}, None, {})
+    select = OpCall(OPS["select"], "test", {}, {"index": 0}, None, {})
+    fused = fused_product(1, has_delta=True, glu=glu, factor=select, post_norm=norm_call() if has_post_norm else None)
+    found, dense, x_out = run_product(fused, [("Q8_0", 256)], k, x, delta=planes, post=post, factor=factor)
+    delta = planes.double().sum(0)
+    residual = x.double() + (rms(delta) * post.double() if has_post_norm else delta)
+    assert relative_error(x_out, residual) < TIGHT
+    y = dense @ round_to(residual, "int16_g32")
+    assert relative_error(found, OPS["glu"].reference(y, factor.double(), "gelu_tanh")) < 2e-5
+
+
+@pytest.mark.parametrize(("n_layers", "width", "kind"), [(3, 256, "Q4_K"), (42, 256, "Q6_K"), (9, 64, "Q8_0")])
+def test_per_layer_inputs_equal_float64(n_layers: int, width: int, kind: str) -> None:
+    parts, form = random_parts(kind, 48, n_layers * width, 5), stream.choose(kind, 48, n_layers * width)
+    projected, weight = torch.randn(2, n_layers * width, device="cuda"), torch.randn(width, device="cuda")
+    kernel = spec(
+        "per_layer", 256, FORM=form.name, L=n_layers, P=width, V=48, PLANES=2, EPS=1e-6, PROJECTED_SCALE=0.1,
+        OWN_SCALE=16.0, SCALE=0.5**0.5,
+    )  # fmt: skip
+    out = torch.full((n_layers * width,), float("nan"), device="cuda")
+    launch(kernel, (-(-n_layers // 8), 1), handed(projected), weight, form.pack(parts), step_state(41), out)
+    own = get(kind).decode(parts)[41].double().view(n_layers, width) * 16
+    rows = projected.double().sum(0).view(n_layers, width) * 0.1
+    expected = (rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() + own) * 0.5**0.5
+    assert relative_error(taken(out).view(n_layers, width), expected) < TIGHT
 
 
 ATTENTION_CASES = [

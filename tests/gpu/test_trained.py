@@ -24,7 +24,12 @@ from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
 
 # What rounding the activations of products to bf16 alone costs, mean KL to float32: the kernels lose less.
-ACTIVATION_COST = {"smollm2-135m-instruct-q4_1": 1e-4, "gemma-3-270m-q4_k_m": 5e-5, "gemma4-tiny": 1e-5}
+ACTIVATION_COST = {
+    "smollm2-135m-instruct-q4_1": 1e-4,
+    "gemma-3-270m-q4_k_m": 5e-5,
+    "gemma4-tiny": 1e-5,
+    "gemma4-tiny-e": 1e-5,
+}
 DEVICE = Rounding(activations="int16_g32", cache="bf16")
 CACHE_ONLY = Rounding(cache="bf16")
 CHUNK = 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def step_of(name: str, root: Path) -> Step:
     return build_step(model.config, model.weights, ROUNDING)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gemma4-e", "gemma4-e4b"])
 def test_replaced_calls_in_fused_order_give_the_same_bits(name: str, tmp_path: Path) -> None:
     step = step_of(name, tmp_path)
     fused = fuse_one_row(step)
@@ -49,6 +50,17 @@ def test_a_layer_is_five_calls(name: str, tmp_path: Path) -> None:
     assert sum(isinstance(call, FusedProduct) for call in fused) == 4 * n_layers + 1
 
 
+def test_per_layer_inputs_take_two_calls_and_two_more_a_layer(tmp_path: Path) -> None:
+    fused = fuse_one_row(step_of("gemma4-e", tmp_path))
+    n_layers = sum(isinstance(call, FusedAttention) for call in fused)
+    assert len(fused) == 7 * n_layers + 5
+    gates = [call for call in fused if isinstance(call, FusedProduct) and call.factor is not None]
+    assert [gate.factor.attributes["index"] for gate in gates if gate.factor] == list(range(n_layers))
+    assert all(gate.has_delta and gate.norm is None and gate.glu for gate in gates)
+
+
 def test_what_has_no_place_in_the_list_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="where the one-row list expects"):
-        fuse_one_row(step_of("gemma4-e", tmp_path))
+    step = step_of("llama", tmp_path)
+    odd = replace(step, calls=tuple(call for call in step.calls if call.op.name != "add"))
+    with pytest.raises(UnsupportedError, match="where the one-row list expects add"):
+        fuse_one_row(odd)

@@ -25,7 +25,7 @@ from bytefloor.engine.progress import COMPILING, Progress, Silent
 from bytefloor.engine.prompt import PromptRunner, prompt_bytes, unpack_specs
 from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
-from bytefloor.model.fuse import Fused, fuse_one_row
+from bytefloor.model.fuse import Fused, FusedPerLayer, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
 
 MOST_ROWS_ONE_BY_ONE = 24
@@ -59,6 +59,7 @@ class DeviceExecutor:
         self.architecture = device_architecture(self.device)
         self.weights = PackedWeights(fused, self.device)
         check_list(step)
+        refuse_unproven(fused, self.device)
         launches, memory_plan = self._rehearse(fused)
         check_memory(memory_plan, progress, advice)
         unpacks = unpack_specs(step, self.weights)
@@ -256,6 +257,14 @@ def check_list(step: Step) -> None:
         found = f"activations {sorted(activations) or 'as they are'}, cache {sorted(storages)}"
         raise UnsupportedError(
             f"the kernels round activations to int16_g32 and keep a bf16 cache; the list says {found}"
+        )
+
+
+def refuse_unproven(fused: Sequence[Fused], device: torch.device) -> None:
+    """UnsupportedError for kernels that have run as Python twins only: nobody is answered by what no card has run."""
+    if device.type == "cuda" and any(isinstance(part, FusedPerLayer) for part in fused):
+        raise UnsupportedError(
+            "per-layer inputs: their kernels have not been compared with the reference on a card yet"
         )
 
 

@@ -66,8 +66,9 @@ def plan_product(
         raise UnsupportedError(f"{fused.part}: no kernel for products of {names} in one launch")
     n = sum(segment.n for segment in segments)
     n_tiles = n // ROWS
-    # Norms need all columns in every block.
-    parts = 1 if fused.norm is not None else count_parts(k // columns, k, n_tiles, n_multiprocessors)
+    # Norms, and the residual that the first block writes, need all columns in every block.
+    is_whole = fused.norm is not None or fused.has_delta
+    parts = 1 if is_whole else count_parts(k // columns, k, n_tiles, n_multiprocessors)
     part_columns, n_records = k // parts, k // columns // parts
     blocks_a_part = max(1, min(n_multiprocessors // parts, n_tiles))
     record_bytes = max(segment.form.record_bytes for segment in segments)
@@ -105,11 +106,12 @@ def plan_product(
         DELTA_PLANES=delta_planes,
         SCALAR=fused.scalar is not None,
         GLU=activation,
+        FACTOR=fused.factor is not None,
         SLOTS=n_slots,
         BUFFERS=ceil_div(n_slots, slots_an_item) + 2,
         BLOCKS=blocks_a_part * parts,
         STATIC_ITEMS=min(n_slots // slots_an_item, n_tiles // blocks_a_part),
-        INTERLEAVE=4 if fused.glu is not None and n_tiles % 4 == 0 else 1,
+        INTERLEAVE=4 if fused.glu is not None and fused.factor is None and n_tiles % 4 == 0 else 1,
         EPS=float(eps),
     )
     return ProductLaunch(kernel, blocks_a_part * parts, parts)

@@ -14,7 +14,7 @@ from bytefloor.engine.staging import STAGING_BYTES, Staging
 from bytefloor.errors import BytefloorError, FileError, ShapeError, UnsupportedError
 from bytefloor.formats import stream
 from bytefloor.formats.finite import finite_rows
-from bytefloor.model.fuse import Fused, FusedEmbed, FusedProduct
+from bytefloor.model.fuse import Fused, FusedEmbed, FusedPerLayer, FusedProduct
 from bytefloor.model.step import OpCall
 from bytefloor.model.weights import Weight
 
@@ -149,9 +149,12 @@ def _find_groups(fused: Sequence[Fused]) -> list[list[Weight]]:
     for part in fused:
         if isinstance(part, FusedProduct):
             weights = [matrix(call) for call in part.products]
-            groups += [weights] if part.glu is not None else [[weight] for weight in weights]
+            are_alternate = part.glu is not None and part.factor is None
+            groups += [weights] if are_alternate else [[weight] for weight in weights]
         elif isinstance(part, FusedEmbed):
             groups.append([matrix(part.call, "table")])
+        elif isinstance(part, FusedPerLayer):
+            groups.append([matrix(part.embed, "table")])
     return list({id(group[0]): group for group in groups}.values())
 
 

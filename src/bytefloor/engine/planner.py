@@ -13,13 +13,15 @@ from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import KernelSpec, spec
 from bytefloor.engine.launches import AttentionLaunch, Segment, plan_attention, plan_product
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
-from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedProduct
+from bytefloor.errors import UnsupportedError
+from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
 from bytefloor.model.step import OpCall
 from bytefloor.model.weights import Weight
 
 LOGITS_BLOCKS = 128
 LOGITS_THREADS = 256
 EMBED_THREADS = 128
+PER_LAYER_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class LaunchPlanner:
         self.n_attention = len(plans)
         self.attention_calls = 0
         self.frequencies: dict[tuple[float, ...], Tensor] = {}
+        # Of an E model, float32 [L, P].
+        self.per_layer: Tensor | None = None
 
     def _floats(self, n: int) -> Tensor:
         self.written.append(torch.zeros(n, dtype=torch.float32, device=self.memory.device))
@@ -103,6 +107,8 @@ class LaunchPlanner:
     def _plan(self, fused: Fused) -> Launch:
         if isinstance(fused, FusedEmbed):
             return self._embed(fused)
+        if isinstance(fused, FusedPerLayer):
+            return self._per_layer(fused)
         if isinstance(fused, FusedProduct):
             return self._product(fused)
         if isinstance(fused, FusedAttention):
@@ -124,10 +130,47 @@ class LaunchPlanner:
         grid = (-(-d // EMBED_THREADS), 1)
         return Launch("embedding", kernel, grid, (self.weights.packed(table), self.memory.state, self.residual))
 
+    def _per_layer(self, fused: FusedPerLayer) -> Launch:
+        table = matrix(fused.embed, "table")
+        shape = fused.norm.output.shape if fused.norm.output is not None else ()
+        n_layers, width = shape[-2:]
+        assert isinstance(n_layers, int)
+        assert isinstance(width, int)
+        if n_layers * width != padded_rows(n_layers * width):
+            raise UnsupportedError(f"{fused.part}: {n_layers} x {width} inputs are not whole tiles of rows")
+        kernel = spec(
+            "per_layer",
+            PER_LAYER_WARPS * 32,
+            FORM=self.weights.form_of(table).name,
+            L=n_layers,
+            P=width,
+            V=table.shape[0],
+            PLANES=self.planes,
+            EPS=float(fused.norm.attributes["eps"]),
+            PROJECTED_SCALE=float(fused.projected.attributes["factor"]),
+            OWN_SCALE=float(fused.embed.attributes["scale"]),
+            SCALE=float(fused.scaled.attributes["factor"]),
+        )
+        self.per_layer = self._floats(n_layers * width)
+        weight, packed = self._norm_weight(fused.norm), self.weights.packed(table)
+        arguments = (self.result, weight, packed, self.memory.state, self.per_layer)
+        return Launch(fused.part, kernel, (-(-n_layers // PER_LAYER_WARPS), 1), arguments)
+
+    def _factor(self, fused: FusedProduct) -> Tensor | None:
+        """The slice of the per-layer inputs that a gate is multiplied with."""
+        if fused.factor is None:
+            return None
+        assert self.per_layer is not None
+        n = matrix(fused.products[0]).shape[0]
+        if n != padded_rows(n):
+            raise UnsupportedError(f"{fused.part}: {n} per-layer inputs are not whole tiles of rows")
+        return self.per_layer[fused.factor.attributes["index"] * n :][:n]
+
     def _product(self, fused: FusedProduct) -> Launch:
         weights = [matrix(call) for call in fused.products]
         k = weights[0].shape[1]
-        if fused.glu is not None:
+        is_pair = fused.glu is not None and fused.factor is None
+        if is_pair:
             segments, packed = (
                 [Segment(self.weights.form_of(weights[0]), 2 * weights[0].shape[0])],
                 [self.weights.packed(weights[0])],
@@ -135,16 +178,18 @@ class LaunchPlanner:
         else:
             segments = [Segment(self.weights.form_of(weight), padded_rows(weight.shape[0])) for weight in weights]
             packed = [self.weights.packed(weight) for weight in weights]
-        eps = fused.norm.attributes["eps"] if fused.norm is not None else 0.0
+        norm = fused.norm or fused.post_norm
+        eps = norm.attributes["eps"] if norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
         plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors)
-        n_out = sum(segment.n for segment in segments) // (2 if fused.glu is not None else 1)
+        n_out = sum(segment.n for segment in segments) // (2 if is_pair else 1)
         out = self._floats(plan.planes * n_out)
         residual = self._floats(k) if fused.has_delta else None
+        is_first = self.result is None  # nothing but the embedded token is there yet
         arguments = (
             *packed,
             *[None] * (3 - len(packed)),
-            self.residual if fused.norm is not None else self.result,
+            self.residual if is_first or fused.norm is not None or fused.has_delta else self.result,
             self.result if fused.has_delta else None,
             self._norm_weight(fused.post_norm),
             self._norm_weight(fused.norm),
@@ -153,6 +198,7 @@ class LaunchPlanner:
             out,
             self._ints(plan.planes),
             self.memory.state,
+            self._factor(fused),
         )
         self.residual = residual if residual is not None else self.residual
         self.result, self.planes = out, plan.planes

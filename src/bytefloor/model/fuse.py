@@ -32,7 +32,8 @@ class FusedProduct:
     """Products that share their input, with the norms before them.
 
     has_delta: the residual first takes up what the last block gave, through post_norm and scalar where there are any.
-    norm: None where the input is only rounded. glu: gate and up become act(gate) * up.
+    norm: None where the input is only rounded. glu: gate and up become act(gate) * up. factor: where up is no product
+    but a slice of the per-layer inputs.
     """
 
     part: str
@@ -42,6 +43,19 @@ class FusedProduct:
     post_norm: OpCall | None
     scalar: Weight | None
     glu: OpCall | None
+    replaces: tuple[OpCall, ...]
+    factor: OpCall | None = None
+
+
+@dataclass(frozen=True)
+class FusedPerLayer:
+    """The per-layer inputs of all layers: (norm(scaled projection) + the token's own row) * a constant."""
+
+    part: str
+    embed: OpCall
+    projected: OpCall
+    norm: OpCall
+    scaled: OpCall
     replaces: tuple[OpCall, ...]
 
 
@@ -69,7 +83,7 @@ class FusedLogits:
     replaces: tuple[OpCall, ...]
 
 
-Fused = FusedEmbed | FusedProduct | FusedAttention | FusedLogits
+Fused = FusedEmbed | FusedPerLayer | FusedProduct | FusedAttention | FusedLogits
 
 
 class _Reader:
@@ -120,12 +134,17 @@ def fuse_one_row(step: Step) -> tuple[Fused, ...]:
     """The fused list. UnsupportedError names the first call that has no place in it."""
     reader = _Reader(step.calls)
     fused: list[Fused] = [FusedEmbed((reader.take("embed"),))]
+    if reader.peek() == "embed":
+        fused += _per_layer_inputs(reader)
     tail = _Tail()
     while reader.peek() != "gather_rows":
         fused += _attention_block(reader, tail)
         tail = _read_tail(reader)
         fused += _mlp_block(reader, tail)
         tail = _read_tail(reader)
+        if reader.peek() == "select":
+            fused += _per_layer_block(reader, tail)
+            tail = _read_tail(reader)
     gather = reader.take("gather_rows")
     norm, rounding, head = reader.take("rms_norm"), reader.maybe("round_to"), reader.take("linear")
     fused.append(_product(tail, norm, rounding, (head,), None, gather))
@@ -148,6 +167,7 @@ def _product(
     products: tuple[OpCall, ...],
     glu: OpCall | None,
     gather: OpCall | None = None,
+    factor: OpCall | None = None,
 ) -> FusedProduct:
     scalar = tail.scale.operands["weight"] if tail.scale is not None else None
     assert scalar is None or isinstance(scalar, Weight)
@@ -159,7 +179,8 @@ def _product(
         post_norm=tail.post_norm,
         scalar=scalar,
         glu=glu,
-        replaces=(*tail.calls, *_present(gather, norm, rounding), *products, *_present(glu)),
+        replaces=(*tail.calls, *_present(gather, factor, norm, rounding), *products, *_present(glu)),
+        factor=factor,
     )
 
 
@@ -209,6 +230,33 @@ def _mlp_block(reader: _Reader, tail: _Tail) -> list[Fused]:
     return [
         _product(tail, norm, rounding, (gate, up), glu),
         _product(_Tail(), None, rounding_down, (down,), None),
+    ]
+
+
+def _per_layer_inputs(reader: _Reader) -> list[Fused]:
+    """The projection is a product of the embedded token; norm, own row and constants are one call behind it."""
+    own, own_view = reader.take("embed"), reader.take("view")
+    rounding, projection = reader.maybe("round_to"), reader.take("linear")
+    projected, view, norm = reader.take("scale"), reader.take("view"), reader.take("rms_norm")
+    add, scaled = reader.take("add"), reader.take("scale")
+    inputs = FusedPerLayer(
+        part=own.part,
+        embed=own,
+        projected=projected,
+        norm=norm,
+        scaled=scaled,
+        replaces=(own, own_view, projected, view, norm, add, scaled),
+    )
+    return [_product(_Tail(), None, rounding, (projection,), None), inputs]
+
+
+def _per_layer_block(reader: _Reader, tail: _Tail) -> list[Fused]:
+    factor, rounding = reader.take("select"), reader.maybe("round_to")
+    gate, glu = reader.take("linear"), reader.take("glu")
+    rounding_out, projection = reader.maybe("round_to"), reader.take("linear")
+    return [
+        _product(tail, None, rounding, (gate,), glu, factor=factor),
+        _product(_Tail(), None, rounding_out, (projection,), None),
     ]
 
 

@@ -1,9 +1,10 @@
 // product: a weight matrix times one row of activations, with what comes just before it as its prologue.
 //
 // y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU rows of gate and up
-// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves instead, in one plane.
-// x: float32 [K]. NORM: x' = (residual + post_norm(sum of delta planes)) * scalar,
-// x = x' / rms(x') * weight; block 0 writes x'. Activations become 16-bit codes in groups of 32, scale max / 32512, which is
+// alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves instead, in one plane; with FACTOR there is no up, and
+// h[n] = act(y[n]) * factor[n].
+// x: float32 [K]. DELTA_PLANES: x' = (residual + post_norm(sum of delta planes)) * scalar, which block 0 writes. NORM:
+// x = x' / rms(x') * weight. Activations become 16-bit codes in groups of 32, scale max / 32512, which is
 // the only rounding here beside that of handover.cuh.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
 // and the number of blocks, not on timing: two runs give the same bits.
@@ -16,7 +17,7 @@
 // slots go to groups of four warps in turn. One more warp adds up the records of each item, in order, and hands its rows over.
 //
 // Defined by the host: SEGMENTS as S(form, tiles) ..., COLUMNS of their records (K decides it, so they agree) and the
-// RECORD_BYTES of the largest; WARPS, K (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu),
+// RECORD_BYTES of the largest; WARPS, K (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
 // SLOTS, BUFFERS (of items), BLOCKS, STATIC_ITEMS (of a block), INTERLEAVE, EPS.
 
 constexpr int GROUP = 4, N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;
@@ -28,7 +29,7 @@ constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K, AT_SHARES = AT_XS + K /
               AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_SUMS = AT_ITEMS + BUFFERS * 4;
 static_assert(WARPS % GROUP == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
 static_assert(TILES % INTERLEAVE == 0, "items in rows of equal length");
-static_assert(BLOCKS % PARTS == 0 && FIRST_DRAWN <= TILES && !(NORM && PARTS > 1), "items of all parts are shared out");
+static_assert(BLOCKS % PARTS == 0 && FIRST_DRAWN <= TILES && !((NORM || DELTA_PLANES) && PARTS > 1), "items of all parts are shared out");
 
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 
@@ -214,6 +215,7 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
 #if NORM
     Values weight;
     weight.load(norm_weight, tid);
+#endif
 #if DELTA_PLANES > 0
 #if POST_NORM
     Values post;
@@ -247,13 +249,12 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
 #else
     await_planes<1>(x, x_in, parity, tid);
 #endif
+#if NORM
     float inverse = rsqrtf(sum_consumers(x.sum_of_squares(), sums + WARPS, warp, lane) / K + EPS);
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
         for (int j = 0; j < 8; j++) x.v[r][j] = x.v[r][j] * inverse * weight.v[r][j];
-#else
-    await_planes<1>(x, x_in, parity, tid);
 #endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) encode(x.v[r], (r * CONSUMERS + tid) * 8, codes, scales);
@@ -270,13 +271,19 @@ __device__ __forceinline__ float activate(float gate) {
 }
 
 // Adds an item's shares, record by record, odd and even ones apart, and hands its rows over.
-__device__ __forceinline__ void finish_item(float* y, const float* shares, int tile, int part, u32 parity, int lane) {
+__device__ __forceinline__ void finish_item(float* y, const float* shares, const float* factor, int tile, int part, u32 parity,
+                                            int lane) {
     float total = 0;
 #pragma unroll
     for (int r = 0; r < RECORDS; r += 2)
         if (r + (lane >> 4) < RECORDS) total += shares[(r + (lane >> 4)) * ROWS + (lane & 15)];
     total += __shfl_xor_sync(~0u, total, 16);
-#if GLU
+#if FACTOR
+    if (lane < ROWS) {
+        await(factor + tile * ROWS + lane, parity);
+        hand_over(y + tile * ROWS + lane, activate(total) * unstamped(peek(factor + tile * ROWS + lane)), parity);
+    }
+#elif GLU
     float up = __shfl_down_sync(~0u, total, 1);
     if (lane < ROWS && (lane & 1) == 0) hand_over(y + tile * (ROWS / 2) + lane / 2, activate(total) * up, parity);
 #else
@@ -286,7 +293,7 @@ __device__ __forceinline__ void finish_item(float* y, const float* shares, int t
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
     product(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
-            const float* scalar, float* x_out, float* y, u32* tickets, const State* state) {
+            const float* scalar, float* x_out, float* y, u32* tickets, const State* state, const float* factor) {
     extern __shared__ __align__(128) u8 bytes[];
     Shared shared{bytes};
     int tid = threadIdx.x, warp = tid >> 5, part = blockIdx.x % PARTS;
@@ -326,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
             barrier_wait(shared.done(buffer.at), buffer.phase);
             int tile = *shared.tile(buffer.at);
             if (tile < 0) break;
-            finish_item(y, shared.shares(buffer.at), tile, part, parity, tid % 32);
+            finish_item(y, shared.shares(buffer.at), factor, tile, part, parity, tid % 32);
             __syncwarp();
             if (tid % 32 == 0) barrier_arrive(shared.read(buffer.at));
         }
