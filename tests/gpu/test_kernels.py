@@ -10,48 +10,30 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan
-from bytefloor.engine.device import device_architecture
-from bytefloor.engine.kernels import KernelSpec, load_kernels, spec
-from bytefloor.engine.launches import Segment, plan_attention, plan_product
-from bytefloor.engine.synthetic import _random_blocks
+from bytefloor.engine.kernels import spec
+from bytefloor.engine.launches import Card, plan_attention
 from bytefloor.formats import get, stream
 from bytefloor.model.fuse import FusedAttention, FusedProduct
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
 from bytefloor.ops.round_to import round_to
+from device_kernels import (
+    fused_product,
+    handed,
+    launch,
+    norm_call,
+    random_parts,
+    relative_error,
+    run_product,
+    step_state,
+    taken,
+)
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 LEGACY = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
 TIGHT = 2e-5
 SPLIT = 5e-5
 """Queries and shares are split in two bf16: 16 bits, of scores that are tens."""
-
-
-def launch(kernel: KernelSpec, grid: tuple[int, int], *arguments: object) -> None:
-    loaded = load_kernels([kernel], device_architecture(torch.device("cuda")))[kernel]
-    loaded.launch(torch.cuda.current_stream().cuda_stream, grid, arguments)
-    torch.cuda.synchronize()
-
-
-def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    record = get(name)
-    if record.block_bytes is None:
-        values = torch.randn(n, k, generator=generator, device="cuda")
-        return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}
-    blocks = _random_blocks(record, (n, k), generator, torch.device("cuda"))
-    # Scales of either sign, some zero: a sign or a stale scale that is lost shows.
-    rows = blocks.view(-1, record.block_bytes)
-    offset = 208 if name == "Q6_K" else 0
-    scale = rows[:, offset : offset + 2].contiguous().view(torch.float16)
-    scale[::3] *= -1
-    scale[::7] = 0
-    rows[:, offset : offset + 2] = scale.view(torch.uint8)
-    return {"blocks": blocks}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("k", [256, 1024])
@@ -77,65 +59,6 @@ def test_packing_is_undone_bit_for_bit(name: str, k: int) -> None:
 @pytest.mark.parametrize("name", LEGACY)
 def test_narrow_rows_are_packed_and_undone(name: str, k: int) -> None:
     test_packing_is_undone_bit_for_bit(name, k)
-
-
-def product_call(n: int, k: int) -> OpCall:
-    return OpCall(OPS["linear"], "test", {}, {}, None, {"N": n, "K": k})
-
-
-def fused_product(n_products: int, **parts: object) -> FusedProduct:
-    settings: dict = {"norm": None, "has_delta": False, "post_norm": None, "scalar": None, "glu": None} | parts
-    return FusedProduct("test", tuple(product_call(0, 0) for _ in range(n_products)), replaces=(), **settings)
-
-
-def norm_call() -> OpCall:
-    return OpCall(OPS["rms_norm"], "test", {}, {"eps": 1e-6}, None, {})
-
-
-def step_state(token: int = 0, position: int = 0, n_steps: int = 1) -> Tensor:
-    return torch.tensor([token, position, n_steps], dtype=torch.int32, device="cuda")
-
-
-def handed(x: Tensor, n_steps: int = 1) -> Tensor:
-    """Values as a kernel of step n leaves them: the parity in the last bit, which costs that bit."""
-    return (x.contiguous().view(torch.int32) & ~1 | n_steps & 1).view(torch.float32)
-
-
-def taken(x: Tensor, n_steps: int = 1) -> Tensor:
-    """What was handed over, after a look at every parity."""
-    bits = x.view(torch.int32)
-    assert bool(((bits & 1) == n_steps % 2).all()), "a value was not handed over"
-    return (bits & ~1).view(torch.float32)
-
-
-def run_product(
-    fused: FusedProduct, weights: list[tuple[str, int]], k: int, x: Tensor, n_multiprocessors: int = 132, **more: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of the planes, float64 weights, the residual that the kernel wrote)."""
-    segments, packed, dense = [], [], []
-    for seed, (name, n) in enumerate(weights):
-        parts = random_parts(name, n, k, seed)
-        segments.append(Segment(stream.choose(name, n, k), n))
-        packed.append(segments[-1].form.pack(parts))
-        dense.append(get(name).decode(parts).double())
-    delta, factor = more.get("delta"), more.get("factor")
-    plan = plan_product(fused, segments, k, 0 if delta is None else delta.shape[0], 1e-6, n_multiprocessors)
-    n = sum(segment.n for segment in segments) // (2 if fused.glu is not None and factor is None else 1)
-    pointers = [*packed, *[None] * (3 - len(packed))]
-    found, tickets = [], torch.zeros(plan.planes, dtype=torch.int32, device="cuda")
-    for n_steps in (1, 2):  # either parity, over what the other left
-        y = torch.full((plan.planes, n), float("nan"), device="cuda") if n_steps == 1 else y  # noqa: F821
-        x_out = torch.full((k,), float("nan"), device="cuda")
-        x_out = handed(x_out, n_steps + 1)
-        launch(
-            plan.kernel, (plan.n_blocks, 1), *pointers, handed(x, n_steps),
-            None if delta is None else handed(delta, n_steps), more.get("post"), more.get("norm"), more.get("scalar"),
-            x_out, y, tickets, step_state(n_steps=n_steps), None if factor is None else handed(factor, n_steps),
-        )  # fmt: skip
-        residual = taken(x_out, n_steps) if fused.has_delta else x_out
-        found.append((taken(y, n_steps).double().sum(0), residual))
-    assert torch.equal(found[0][0].nan_to_num(7.0), found[1][0].nan_to_num(7.0))
-    return found[0][0], torch.cat(dense), found[0][1]
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 256), (48, 1024), (8192, 512), (3840, 4096), (272, 15360)])
@@ -306,7 +229,7 @@ def check_attention(
     fused = FusedAttention(
         "test", attention, norm, norm, norm, rope if style else None, CacheLayer(kind, 0), True, has_v_from_k, ()
     )
-    launched = plan_attention(fused, n_heads, 2, 1e-6, plan, n_multiprocessors)
+    launched = plan_attention(fused, n_heads, 2, 1e-6, plan, Card(n_multiprocessors))
     n_table, page = plan.n_table(kind), plan.page_size
     table = torch.randperm(n_table, generator=torch.Generator().manual_seed(e)).to(torch.int32) + 1
     cache = torch.full((n_table + 2, 2, j, page, e), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -375,7 +298,7 @@ def test_rope_is_right_far_out() -> None:
     rope = OpCall(OPS["rope"], "test", {}, {"style": "split", "inverse_frequencies": frequencies}, None, {})
     attention = OpCall(OPS["attention"], "test", {}, {"scale": 1.0}, None, {"H": 1})
     fused = FusedAttention("test", attention, None, None, None, rope, CacheLayer(kind, 0), True, False, ())
-    launched = plan_attention(fused, 1, 1, 1e-6, plan, 132)
+    launched = plan_attention(fused, 1, 1, 1e-6, plan, Card(132))
     n_table = plan.n_table(kind)
     cache = torch.zeros(n_table + 1, 2, 1, plan.page_size, e, dtype=torch.bfloat16, device="cuda")
     table = torch.arange(1, n_table + 1, dtype=torch.int32, device="cuda")

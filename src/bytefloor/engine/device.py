@@ -269,11 +269,12 @@ def refuse_unproven(fused: Sequence[Fused], device: torch.device) -> None:
 
 
 def device_architecture(device: torch.device) -> str:
-    """The compiler's name of the device. UnsupportedError for one without bulk copies, and without the compiler."""
+    """The compiler's name of the device. UnsupportedError for a kind that no card has run, and without the compiler."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         raise UnsupportedError("no CUDA compiler: cuda-core is not installed (pip install 'bytefloor[cuda]')")
     major, minor = torch.cuda.get_device_capability(device)
     name = f"sm_{major}{minor}a"
     if name not in ARCHITECTURES:
-        raise UnsupportedError(f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) has no decode kernels yet")
+        card = torch.cuda.get_device_name(device)
+        raise UnsupportedError(f"{card} (sm_{major}{minor}): kernels compile for it, but no such card has run them yet")
     return name

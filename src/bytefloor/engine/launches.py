@@ -16,10 +16,8 @@ SLOT_RECORDS = 4
 MOST_HEADS = 16
 """Query heads of an attention block: the columns of two tensor core operations."""
 ATTENTION_WARPS = 8
-SHARED_BYTES = 115200
-"""Less than half the shared memory of a multiprocessor of sm_90: the next kernel of the chain must fit beside this."""
-ALONE_BYTES = 115840
-"""More than half: no two blocks of such a kernel on one multiprocessor, though it fits beside its neighbours."""
+RESERVED_BYTES = 1024
+"""Shared memory that the system takes of every block."""
 MOST_SLOTS = 24
 MOST_STAGES = 3
 MOST_COLUMNS = 4096
@@ -28,6 +26,29 @@ ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
 POSITIONS_A_RUN = {False: 128, True: 64}
 """What an attention block is started for at least, by whether heads are 256 or wider: below, merging costs more."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What launches depend on. multiprocessor_bytes: shared memory of a multiprocessor."""
+
+    n_multiprocessors: int
+    multiprocessor_bytes: int = 228 * 1024
+
+    @property
+    def has_room_for_two(self) -> bool:
+        """Whether the next kernel of the chain can be there beside one with a ring worth having."""
+        return self.multiprocessor_bytes >= 200 * 1024
+
+    @property
+    def block_bytes(self) -> int:
+        """The most of a block: a little less than half where two are to fit, otherwise all."""
+        return (self.alone_bytes - 640) if self.has_room_for_two else self.multiprocessor_bytes - RESERVED_BYTES
+
+    @property
+    def alone_bytes(self) -> int:
+        """A little more than half: no two such blocks on one multiprocessor, though one fits beside its neighbours."""
+        return self.multiprocessor_bytes // 2 - RESERVED_BYTES + 128 if self.has_room_for_two else 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,7 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
 
 
 def plan_product(
-    fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, n_multiprocessors: int
+    fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, card: Card
 ) -> ProductLaunch:
     """Grid, ring and constants of a product."""
     columns = segments[0].form.columns
@@ -68,9 +89,9 @@ def plan_product(
     n_tiles = n // ROWS
     # Norms, and the residual that the first block writes, need all columns in every block.
     is_whole = fused.norm is not None or fused.has_delta
-    parts = 1 if is_whole else count_parts(k // columns, k, n_tiles, n_multiprocessors)
+    parts = 1 if is_whole else count_parts(k // columns, k, n_tiles, card.n_multiprocessors)
     part_columns, n_records = k // parts, k // columns // parts
-    blocks_a_part = max(1, min(n_multiprocessors // parts, n_tiles))
+    blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     record_bytes = max(segment.form.record_bytes for segment in segments)
     slots_an_item = ceil_div(n_records, SLOT_RECORDS)
     groups = PRODUCT_WARPS // SLOT_RECORDS
@@ -81,14 +102,14 @@ def plan_product(
         ring = n_slots * (SLOT_RECORDS * record_bytes + 24)
         return ring + activations + buffers * (n_records * ROWS * 4 + 20) + 2 * PRODUCT_WARPS * 4
 
-    fitting = [n for n in range(groups, MOST_SLOTS + 1) if shared_bytes(n) <= SHARED_BYTES]
+    fitting = [n for n in range(groups, MOST_SLOTS + 1) if shared_bytes(n) <= card.block_bytes]
     if not fitting:
         raise UnsupportedError(f"{fused.part}: a product over {k} columns leaves no room for a ring of weights")
     n_slots = fitting[-1]
     shared = shared_bytes(n_slots)
     if fused.norm is None and fused.glu is None:
         # After attention, which leaves some multiprocessors empty, two blocks would settle on one and none on another.
-        shared = max(shared, ALONE_BYTES)
+        shared = max(shared, card.alone_bytes)
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
     kernel = spec(
         "product",
@@ -129,7 +150,7 @@ class AttentionLaunch:
 
 
 def plan_attention(
-    fused: FusedAttention, n_heads: int, planes_in: int, eps: float, plan: CachePlan, n_multiprocessors: int
+    fused: FusedAttention, n_heads: int, planes_in: int, eps: float, plan: CachePlan, card: Card
 ) -> AttentionLaunch:
     """Heads a block, tile and stages so that the tiles fit in shared memory.
 
@@ -147,10 +168,11 @@ def plan_attention(
     columns, parts = ceil_div(heads, 8), ATTENTION_WARPS // (tile // 16)
     stage_bytes = 2 * tile * (e + 8) * 2
     fixed = max(parts * columns * 8 * (tile + 4) * 4, e * 4) + 2 * e * 4
-    stages = min(MOST_STAGES, (SHARED_BYTES - fixed) // stage_bytes)
+    stages = min(MOST_STAGES, (card.block_bytes - fixed) // stage_bytes)
     shared = stages * stage_bytes + fixed
     # Of a wide head one block a multiprocessor: its parts are long, and two of them cost more than they fetch sooner.
-    on_device = n_multiprocessors * (1 if e > 256 else min(2, SHARED_BYTES * 2 // (shared + 1024)))
+    fitting = min(2, card.multiprocessor_bytes // (shared + RESERVED_BYTES))
+    on_device = card.n_multiprocessors * (1 if e > 256 else fitting)
     n_groups = n_heads // heads
     longest = min(plan.capacity, kind.window + tile) if kind.window else plan.capacity
     max_runs = max(1, min(on_device // n_groups, ceil_div(longest, tile) + 1))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import AttentionLaunch, Segment, plan_attention, plan_product
+from bytefloor.engine.launches import AttentionLaunch, Card, Segment, plan_attention, plan_product
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
@@ -58,7 +58,8 @@ class LaunchPlanner:
     def __init__(self, fused: Sequence[Fused], weights: PackedWeights, memory: DeviceMemory) -> None:
         self.fused, self.weights, self.memory = fused, weights, memory
         self.written: list[Tensor] = []
-        self.n_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
+        properties = torch.cuda.get_device_properties(memory.device)
+        self.card = Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
         width = fused[0].replaces[0].sizes["D"]
         assert isinstance(width, int)
         # Every buffer that one kernel hands to another is written once a step: see ops/handover.cuh.
@@ -96,7 +97,7 @@ class LaunchPlanner:
 
     def _plan_attention(self, fused: FusedAttention, planes_in: int, eps: float) -> AttentionLaunch:
         n_heads, plan = self._n_heads(fused), self.memory.plan
-        return plan_attention(fused, n_heads, planes_in, eps, plan, self.n_multiprocessors)
+        return plan_attention(fused, n_heads, planes_in, eps, plan, self.card)
 
     @staticmethod
     def _n_heads(fused: FusedAttention) -> int:
@@ -181,7 +182,7 @@ class LaunchPlanner:
         norm = fused.norm or fused.post_norm
         eps = norm.attributes["eps"] if norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
-        plan = plan_product(fused, segments, k, delta_planes, eps, self.n_multiprocessors)
+        plan = plan_product(fused, segments, k, delta_planes, eps, self.card)
         n_out = sum(segment.n for segment in segments) // (2 if is_pair else 1)
         out = self._floats(plan.planes * n_out)
         residual = self._floats(k) if fused.has_delta else None

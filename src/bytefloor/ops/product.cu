@@ -8,7 +8,7 @@
 // the only rounding here beside that of handover.cuh.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
 // and the number of blocks, not on timing: two runs give the same bits.
-// Moves the packed weight once. Needs cp.async.bulk (sm_90).
+// Moves the packed weight once. Needs mma and cp.async (sm_80); bulk copies and an early start from sm_90 on.
 //
 // Work comes in items: a row tile times the block's columns. Columns may be split between PARTS classes of blocks, then each part
 // leaves a plane. A block's first items follow from its number, the others it draws from a counter, since multiprocessors
@@ -65,6 +65,12 @@ struct Shared {  // what the warps of a block tell each other
     __device__ __forceinline__ float* shares(int buffer) const { return (float*)(bytes + AT_SHARES) + buffer * RECORDS * ROWS; }
 };
 
+// The next of a launch's tickets, for all lanes that fill.
+__device__ __forceinline__ int draw(u32* tickets, int lane) {
+    u32 ticket = lane == 0 ? atomicInc(tickets, DRAWS - 1) : 0;
+    return (int)(FILLERS > 1 ? __shfl_sync(~0u, ticket, 0) : ticket);
+}
+
 struct Contents {  // of a slot, in one word
     u32 word;
     __device__ __forceinline__ Contents(int first_record, int buffer, int segment) : word(first_record | buffer << 16 | segment << 24) {}
@@ -75,19 +81,21 @@ struct Contents {  // of a slot, in one word
 };
 constexpr int NO_SEGMENT = 3;  // the end
 
-struct Filler {  // the producer thread
+struct Filler {  // the producer: one thread, or a warp where there are no bulk copies
     Shared shared;
+    int lane;
     Turn<SLOTS> slot{0};
     Turn<BUFFERS> buffer{0};
     int n_filled = 0, n_items = 0;
 
     __device__ __forceinline__ void next_slot(int first_record, int segment) {
         if (n_filled >= SLOTS) barrier_wait(shared.empty(slot.at), slot.phase ^ 1);
-        *shared.contents(slot.at) = make_int2(n_filled++, (int)Contents(first_record, buffer.at, segment).word);
+        int2 contents = make_int2(n_filled++, (int)Contents(first_record, buffer.at, segment).word);
+        if (lane == 0) *shared.contents(slot.at) = contents;
     }
     __device__ __forceinline__ void next_item(int tile) {
         if (n_items++ >= BUFFERS) barrier_wait(shared.read(buffer.at), buffer.phase ^ 1);
-        *shared.tile(buffer.at) = tile;
+        if (lane == 0) *shared.tile(buffer.at) = tile;
     }
     // `weights` is the segment's, and the tile counts from its first.
     template <typename F> __device__ __forceinline__ void item(const u8* weights, int tile_of_segment, int segment, int part) {
@@ -96,18 +104,17 @@ struct Filler {  // the producer thread
         for (int r = 0; r < RECORDS; r += GROUP, slot.step()) {
             next_slot(r, segment);
             u32 bytes = min(GROUP, RECORDS - r) * F::BYTES;
-            barrier_expect(shared.full(slot.at), bytes);
-            bulk_copy(shared.records(slot.at), from + r * F::BYTES, bytes, shared.full(slot.at));
+            fill_slot(shared.records(slot.at), from + r * F::BYTES, bytes, shared.full(slot.at), lane);
         }
         buffer.step();
     }
     __device__ __forceinline__ void end() {
         for (int i = 0; i < N_GROUPS; i++, slot.step()) {
             next_slot(0, NO_SEGMENT);
-            barrier_arrive(shared.full(slot.at));
+            leave_slot(shared.full(slot.at), lane);
         }
         next_item(-1);
-        for (int i = 0; i < RECORDS; i++) barrier_arrive(shared.done(buffer.at));
+        for (int i = 0; i < RECORDS && lane == 0; i++) barrier_arrive(shared.done(buffer.at));
     }
 };
 
@@ -298,22 +305,23 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
     Shared shared{bytes};
     int tid = threadIdx.x, warp = tid >> 5, part = blockIdx.x % PARTS;
     if (tid < SLOTS) {
-        barrier_init(shared.full(tid), 1), barrier_init(shared.empty(tid), GROUP);
+        barrier_init(shared.full(tid), FILL_ARRIVALS), barrier_init(shared.empty(tid), GROUP);
         *shared.contents(tid) = make_int2(-1, 0);
     }
     if (tid < BUFFERS) barrier_init(shared.done(tid), RECORDS), barrier_init(shared.read(tid), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_are_set();
     __syncthreads();
     let_next_start();
     if (warp == WARPS) {
-        if (tid % 32) return;
+        if (FILLERS == 1 && tid % 32) return;
+        int lane = FILLERS == 1 ? 0 : tid % 32;
         const u8* weights[3] = {w0, w1, w2};
-        Filler filler{shared};
+        Filler filler{shared, lane};
         int item = blockIdx.x / PARTS, n = 0;
-        if (STATIC_ITEMS == 0) item = (int)atomicInc(tickets + part, DRAWS - 1);
+        if (STATIC_ITEMS == 0) item = draw(tickets + part, lane);
         while (item < TILES) {
             // Drawn before this item's copies, which hide how long that takes.
-            int next = ++n < STATIC_ITEMS ? item + BLOCKS_A_PART : FIRST_DRAWN + (int)atomicInc(tickets + part, DRAWS - 1);
+            int next = ++n < STATIC_ITEMS ? item + BLOCKS_A_PART : FIRST_DRAWN + draw(tickets + part, lane);
             // A product of parts begins with whichever is there: the parts of what it takes should come together.
             int tile = item % INTERLEAVE * (TILES / INTERLEAVE) + item / INTERLEAVE, first = 0, segment = 0;
             filler.next_item(tile);
