@@ -15,6 +15,8 @@ from bytefloor.errors import KernelError
 
 SOURCES = Path(__file__).resolve().parent.parent / "ops"
 HEADERS = ("stream.cuh", "ring.cuh", "handover.cuh")
+INCLUDED = ("tensor_core.cuh",)
+"""What those include themselves."""
 ARCHITECTURES = ("sm_90a", "sm_100a")
 """Offered: sm_90 has run all of it, and sm_100 has what it has. Kernels compile for sm_80, 86, 89 and 120 too."""
 
@@ -84,7 +86,7 @@ def _key(kernel: KernelSpec, architecture: str) -> str:
     from cuda.bindings import nvrtc
 
     digest = hashlib.sha256()
-    for part in (kernel.source, *((SOURCES / header).read_text() for header in HEADERS), architecture):
+    for part in (kernel.source, *((SOURCES / header).read_text() for header in (*HEADERS, *INCLUDED)), architecture):
         digest.update(part.encode())
     digest.update(repr(nvrtc.nvrtcVersion()).encode())
     return digest.hexdigest()[:32]

@@ -19,6 +19,8 @@ typedef signed char i8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+#include "tensor_core.cuh"
+
 constexpr u32 NIBBLES = 0x0f0f0f0f;
 
 // Byte `which` of a word as a float, without the slow conversion unit: 2^23 + b is a float whose last bits are b.
@@ -64,9 +66,7 @@ struct Sums {  // of rows g and g + 8 with two columns of activations, high and 
 
 // 16 rows by 32 bytes of weights (first halves of rows g and g + 8, then the others) times eight columns of codes.
 __device__ __forceinline__ void multiply(Sums& sums, u32 front0, u32 front1, u32 back0, u32 back1, uint2 x, u32 mask) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(sums.high0), "+r"(sums.low0), "+r"(sums.high1), "+r"(sums.low1)
-        : "r"(front0), "r"(front1), "r"(back0), "r"(back1), "r"(x.x & mask), "r"(x.y & mask));
+    multiply_bytes(sums.high0, sums.low0, sums.high1, sums.low1, front0, front1, back0, back1, x.x & mask, x.y & mask);
 }
 
 // A group of 4-bit codes of two rows.
@@ -310,26 +310,12 @@ template <int STEPS, bool IS_BF16> struct Plain16 : Stepped<STEPS> {
     static __device__ __forceinline__ u32 two_codes(u32 word, int which) {
         u32 unsigned_bytes = word ^ 0x80808080u;
         float a = byte_as_float(unsigned_bytes, which) - 128.f, b = byte_as_float(unsigned_bytes, which + 1) - 128.f;
-        u32 packed;
-        if (IS_BF16)
-            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
-        else
-            asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
-        return packed;
+        return pack_halves<IS_BF16>(a, b);
     }
 
     // 16 rows by 16 weights times eight columns of codes.
     static __device__ __forceinline__ void multiply(float (&sums)[4], uint4 a, u32 b0, u32 b1) {
-        if (IS_BF16)
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                "{%0, %1, %2, %3};"
-                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-        else
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                "{%0, %1, %2, %3};"
-                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+        multiply_halves<IS_BF16>(sums, a.x, a.y, a.z, a.w, b0, b1);
     }
 
     static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {

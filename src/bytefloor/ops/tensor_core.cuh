@@ -1,0 +1,37 @@
+// The instructions that products are made of, by themselves: a test runs stream.cuh on a CPU with other ones in their place.
+//
+// Lane 4 g + t holds of a 16 by k matrix a0 (row g), a1 (row g + 8), a2, a3 (the same rows, second half of k), of a k by 8
+// matrix b0, b1 (column g, the halves of k), and of the sum columns 2t and 2t + 1 of row g, then of row g + 8.
+#pragma once
+
+// k = 32 signed bytes; four consecutive ones a register.
+__device__ __forceinline__ void multiply_bytes(int& c0, int& c1, int& c2, int& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c0), "+r"(c1), "+r"(c2), "+r"(c3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// k = 16 floats of 16 bits; two consecutive ones a register.
+template <bool IS_BF16>
+__device__ __forceinline__ void multiply_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (IS_BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Two floats of 16 bits in a word, the first in its lower half.
+template <bool IS_BF16> __device__ __forceinline__ u32 pack_halves(float a, float b) {
+    u32 packed;
+    if (IS_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
+    return packed;
+}

@@ -1,0 +1,105 @@
+"""The CUDA structs of ops/stream.cuh, compiled for the CPU: what a warp makes of a record, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bytefloor.engine.kernels import SOURCES
+from bytefloor.formats import get, stream
+
+WARP = Path(__file__).resolve().parent.parent / "warp"
+NAMES = ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
+COLUMNS = (64, 128, 256, 512)
+"""One, two and four steps a record, and two records."""
+
+
+def forms_of(name: str) -> dict[int, stream.StreamForm]:
+    return {k: stream.choose(name, 16, k) for k in COLUMNS if k % get(name).block == 0}
+
+
+def symbol(form: stream.StreamForm) -> str:
+    return re.sub(r"\W", "_", form.name)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Every form's dot and value, over the text that the GPU's compiler gets."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("warp")
+    text = (SOURCES / "stream.cuh").read_text()
+    assert '#include "tensor_core.cuh"\n' in text
+    for include in ('#include "tensor_core.cuh"\n', "#include <cuda_fp16.h>\n", "#pragma once\n"):
+        text = text.replace(include, "")
+    (folder / "stream_text.cuh").write_text(text)
+    names = {symbol(form): form.name for name in NAMES for form in forms_of(name).values()}
+    (folder / "forms.inc").write_text("".join(f"FORM({key}, {value})\n" for key, value in names.items()))
+    command = ["g++", "-std=c++17", "-O1", "-w", "-ffp-contract=off", "-shared", "-fPIC", "-I", str(folder)]
+    target = folder / "warp.so"
+    subprocess.run([*command, str(WARP / "warp.cpp"), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def random_parts(name: str, k: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(k)
+    record = get(name)
+    if record.block_bytes is None:
+        values = torch.randn(16, k, generator=generator)
+        return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}
+    blocks = torch.randint(0, 256, (16, k // record.block, record.block_bytes), generator=generator, dtype=torch.uint8)
+    for offset in {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}.get(name, (0,)):
+        scale = torch.randn(16, k // record.block, 1, generator=generator).half()
+        blocks[..., offset : offset + 2] = scale.view(torch.uint8)
+    return {"blocks": blocks.flatten(1)}
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+CASES = [(name, k) for name in NAMES for k in forms_of(name)]
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: int) -> None:
+    form, parts = forms_of(name)[k], random_parts(name, k)
+    packed = form.pack(parts).numpy()[0]
+    found = np.empty((len(packed), 16, form.columns), np.float32)
+    for record, out in zip(packed, found, strict=True):
+        assert library[f"values_{symbol(form)}"](pointer(record), pointer(out)) == form.columns
+    expected = get(name).decode(parts).numpy()
+    assert np.array_equal(np.concatenate(list(found), axis=1).view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_a_warps_dot_products_are_right(library: ctypes.CDLL, name: str, k: int) -> None:
+    """Four lanes together have rows g and g + 8; the sums of codes serve minimums and offsets."""
+    form, parts = forms_of(name)[k], random_parts(name, k)
+    generator = np.random.default_rng(k)
+    codes = generator.integers(-32512, 32513, k)
+    scale = generator.random(k // 32).astype(np.float32)
+    high = (codes + 128) >> 8
+    planes = np.stack((high, codes - 256 * high)).astype(np.int8).reshape(2, -1, 32)
+    laid_out = np.ascontiguousarray(planes.transpose(1, 0, 2))
+    halves = codes.reshape(-1, 2, 16).sum(2)
+    sums = np.stack((np.ones_like(halves[:, 0]), halves[:, 0], halves[:, 1], halves.sum(1)), axis=1)
+    scales = np.ascontiguousarray((sums * scale[:, None]).astype(np.float32))
+    rows = np.zeros(16)
+    for i, record in enumerate(form.pack(parts).numpy()[0]):
+        out = np.empty((8, 4, 2), np.float32)
+        dot = library[f"dot_{symbol(form)}"]
+        n_bytes = dot(pointer(record), pointer(laid_out), pointer(scales), i * form.columns, pointer(out))
+        assert n_bytes == form.record_bytes
+        rows += out.astype(np.float64).sum(1).T.reshape(16)
+    x = codes * np.repeat(scale, 32).astype(np.float64)
+    dense = get(name).decode(parts).double().numpy()
+    error = np.abs(rows - dense @ x) / (np.abs(dense) @ np.abs(x))
+    assert error.max() < 2e-6
