@@ -26,6 +26,12 @@ def launch(kernel: KernelSpec, grid: tuple[int, int], *arguments: object) -> Non
 def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
     record = get(name)
+    if name.startswith("affine"):
+        weights = torch.randn(n, k, generator=generator, device="cuda")
+        assert record.encode is not None
+        parts = record.encode(weights)
+        # Scales of either sign, which the format allows.
+        return {**parts, "scales": parts["scales"] * (torch.arange(k // record.block, device="cuda") % 3 - 1)}
     if record.block_bytes is None:
         values = torch.randn(n, k, generator=generator, device="cuda")
         return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}
@@ -38,6 +44,10 @@ def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
     scale[::7] = 0
     rows[:, offset : offset + 2] = scale.view(torch.uint8)
     return {"blocks": blocks}
+
+
+def form_of(name: str, n: int, k: int) -> stream.StreamForm:
+    return stream.choose(name, n, k, torch.bfloat16)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -86,7 +96,7 @@ def run_product(
     segments, packed, dense = [], [], []
     for seed, (name, n) in enumerate(weights):
         parts = random_parts(name, n, k, seed)
-        segments.append(Segment(stream.choose(name, n, k), n))
+        segments.append(Segment(form_of(name, n, k), n))
         packed.append(segments[-1].form.pack(parts))
         dense.append(get(name).decode(parts).double())
     delta, factor = more.get("delta"), more.get("factor")

@@ -141,7 +141,7 @@ class TwinKernel:
             planes[0] = result
 
     def _rows(self, segment: int) -> int:
-        return 16 * int(self.d["SEGMENTS"].split("S(")[segment + 1].split(", ")[1].split(")")[0])
+        return 16 * int(self.d["SEGMENTS"].split("S(")[segment + 1].split(",")[0])
 
     def _input(self, x_in, delta, post, norm, scalar, x_out) -> Tensor:
         x, eps = x_in.clone(), self.f("EPS")

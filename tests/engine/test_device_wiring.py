@@ -19,6 +19,8 @@ from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import FileError, UnsupportedError
+from bytefloor.files.stored import Checkpoint, StoredTensor
+from bytefloor.formats import get
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
@@ -161,12 +163,42 @@ def test_several_sequences_and_models_without_kernels_are_refused(make: Make, st
         make(odd)
 
 
+def as_affine(checkpoint: Checkpoint) -> Checkpoint:
+    """Every matrix as MLX stores it, those of the MLP with more bits than the others."""
+
+    def converted(tensor: StoredTensor) -> StoredTensor:
+        record = get("affine-8b-g32" if "ffn" in tensor.name else "affine-4b-g64")
+        assert record.encode is not None
+        parts = record.encode(tensor.decode())
+        n_bytes = sum(part.nbytes for part in parts.values())
+        return StoredTensor(tensor.name, tensor.shape, record.name, record, n_bytes, lambda: parts)
+
+    tensors = {name: converted(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
+def test_mixed_affine_matrices_run_like_any_others(make: Make) -> None:
+    model = load_model(as_affine(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
+    step = build_step(model.config, model.weights, ROUNDING)
+    expected = reference_logits(step, IDS)
+    executor = make(step)
+    names = {form for launch in executor.launches for form in re.findall(r"Affine<\d", str(launch.kernel.defines))}
+    assert names == {"Affine<4", "Affine<8"}
+    for chunk in (1, 70):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
 def test_what_no_card_has_run_is_refused_on_a_card_only() -> None:
     shape = SHAPES["gemma4-e"]
     model = load_model(checkpoint_of("gemma4-e", shape, "Q4_K_M", "cpu"))
     fused = fuse_one_row(build_step(model.config, model.weights, ROUNDING))
     refuse_unproven(fused, torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="per-layer inputs: their kernels have not"):
+        refuse_unproven(fused, torch.device("cuda"))
+    model = load_model(as_affine(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
+    fused = fuse_one_row(build_step(model.config, model.weights, ROUNDING))
+    with pytest.raises(UnsupportedError, match="affine-4b-g64: its kernels have not"):
         refuse_unproven(fused, torch.device("cuda"))
 
 

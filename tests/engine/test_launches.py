@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import KernelSpec, compile_kernel, spec
@@ -69,6 +70,11 @@ def gate(card: Card, segment: tuple[str, int], k: int) -> KernelSpec:
     return plan_product(fused, [Segment(stream.choose(*segment, k), segment[1])], k, 4, 1e-6, card).kernel
 
 
+def affine(card: Card, bits: int, group: int, k: int) -> KernelSpec:
+    segment = Segment(stream.choose(f"affine-{bits}b-g{group}", 4096, k, torch.bfloat16), 4096)
+    return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
+
+
 def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = None) -> KernelSpec:
     fused = FusedAttention(
         "test",
@@ -120,6 +126,10 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
         OWN_SCALE=16.0,
         SCALE=0.7,
     ),
+    "affine 4 bit": lambda card: affine(card, 4, 64, 3840),
+    "affine 8 bit": lambda card: affine(card, 8, 128, 4096),
+    "affine 3 bit": lambda card: affine(card, 3, 32, 576),
+    "affine 6 bit": lambda card: affine(card, 6, 64, 640),
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
     "read": lambda card: spec("read", 512, THREADS=512),
 }

@@ -16,13 +16,19 @@ from bytefloor.engine.kernels import SOURCES
 from bytefloor.formats import get, stream
 
 WARP = Path(__file__).resolve().parent.parent / "warp"
-NAMES = ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
+AFFINE = tuple(f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128))
+NAMES = ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *AFFINE)
 COLUMNS = (64, 128, 256, 512)
 """One, two and four steps a record, and two records."""
 
 
+def scales_of(name: str) -> torch.dtype | None:
+    """Both types of 16 bits have their turn."""
+    return (torch.float16 if "g64" in name else torch.bfloat16) if name in AFFINE else None
+
+
 def forms_of(name: str) -> dict[int, stream.StreamForm]:
-    return {k: stream.choose(name, 16, k) for k in COLUMNS if k % get(name).block == 0}
+    return {k: stream.choose(name, 16, k, scales_of(name)) for k in COLUMNS if k % get(name).block == 0}
 
 
 def symbol(form: stream.StreamForm) -> str:
@@ -51,6 +57,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def random_parts(name: str, k: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(k)
     record = get(name)
+    if name in AFFINE:
+        words = torch.randint(
+            -(2**31), 2**31, (16, round(k * (record.bits_per_weight - 32 / record.block)) // 32), generator=generator
+        )
+        scales, biases = (torch.randn(16, k // record.block, generator=generator).to(scales_of(name)) for _ in range(2))
+        return {"weight": words.to(torch.int32), "scales": scales, "biases": biases}
     if record.block_bytes is None:
         values = torch.randn(16, k, generator=generator)
         return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}

@@ -18,6 +18,7 @@ from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
 from bytefloor.ops.round_to import round_to
 from device_kernels import (
+    form_of,
     fused_product,
     handed,
     launch,
@@ -31,6 +32,7 @@ from device_kernels import (
 
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 LEGACY = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
+AFFINE = [f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 TIGHT = 2e-5
 SPLIT = 5e-5
 """Queries and shares are split in two bf16: 16 bits, of scores that are tens."""
@@ -59,6 +61,18 @@ def test_packing_is_undone_bit_for_bit(name: str, k: int) -> None:
 @pytest.mark.parametrize("name", LEGACY)
 def test_narrow_rows_are_packed_and_undone(name: str, k: int) -> None:
     test_packing_is_undone_bit_for_bit(name, k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(48, 1024), (3840, 3840), (272, 15360)])
+@pytest.mark.parametrize("name", AFFINE)
+def test_affine_products_and_values(name: str, n: int, k: int) -> None:
+    x = torch.randn(k, device="cuda")
+    found, dense, _ = run_product(fused_product(1), [(name, n)], k, x)
+    assert relative_error(found, dense @ round_to(x, "int16_g32").double()) < TIGHT
+    parts, form = random_parts(name, n, k, 0), form_of(name, n, k)
+    out = torch.full((n, k), float("nan"), device="cuda")
+    launch(spec("unpack", 256, FORM=form.name, K=k), (64, 1), form.pack(parts), None, 0, 1, n, out)
+    assert torch.equal(out.double(), dense)
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 256), (48, 1024), (8192, 512), (3840, 4096), (272, 15360)])

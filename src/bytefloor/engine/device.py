@@ -262,10 +262,14 @@ def check_list(step: Step) -> None:
 
 def refuse_unproven(fused: Sequence[Fused], device: torch.device) -> None:
     """UnsupportedError for kernels that have run as Python twins only: nobody is answered by what no card has run."""
-    if device.type == "cuda" and any(isinstance(part, FusedPerLayer) for part in fused):
-        raise UnsupportedError(
-            "per-layer inputs: their kernels have not been compared with the reference on a card yet"
-        )
+    if device.type != "cuda":
+        return
+    not_yet = "not been compared with the reference on a card yet"
+    if any(isinstance(part, FusedPerLayer) for part in fused):
+        raise UnsupportedError(f"per-layer inputs: their kernels have {not_yet}")
+    for weight in (weight for part in fused for call in part.replaces for weight in call.weights):
+        if weight.stored.format_name.startswith("affine"):
+            raise UnsupportedError(f"{weight.stored.format_name}: its kernels have {not_yet}")
 
 
 def device_architecture(device: torch.device) -> str:

@@ -115,7 +115,7 @@ def plan_product(
         "product",
         PRODUCT_WARPS * 32 + 64,
         shared,
-        SEGMENTS=" ".join(f"S({segment.form.name}, {segment.n // ROWS})" for segment in segments),
+        SEGMENTS=" ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
         COLUMNS=columns,
         RECORD_BYTES=record_bytes,
         WARPS=PRODUCT_WARPS,

@@ -64,7 +64,8 @@ class PackedWeights:
     def form_of(self, weight: Weight) -> stream.StreamForm:
         """The stream form of a matrix."""
         n, k = weight.shape
-        return stream.choose(weight.stored.format_name, padded_rows(n), k)
+        scales = weight.stored.read()["scales"].dtype if weight.stored.format_name.startswith("affine") else None
+        return stream.choose(weight.stored.format_name, padded_rows(n), k, scales)
 
     def _n_bytes(self, weights: Sequence[Weight]) -> int:
         return sum(self.form_of(w).n_bytes(padded_rows(w.shape[0]), w.shape[1]) for w in weights)

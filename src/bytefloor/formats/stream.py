@@ -16,6 +16,7 @@ Packing loses nothing: the kernel ``ops/unpack.cu`` gives back the same float32 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.errors import UnsupportedError
+from bytefloor.formats.affine import unpack_codes
 from bytefloor.formats.blocks import bit_planes, crumbs, nibbles
 from bytefloor.formats.record import Parts
 
@@ -49,8 +51,11 @@ class StreamForm:
         return n // ROWS * (k // self.columns) * self.record_bytes
 
 
-def choose(format_name: str, n: int, k: int) -> StreamForm:
-    """The stream form for a matrix of that format and shape. UnsupportedError where there is none."""
+def choose(format_name: str, n: int, k: int, scales: torch.dtype | None = None) -> StreamForm:
+    """The stream form for a matrix of that format and shape; scales: their dtype, where the format leaves it open.
+
+    UnsupportedError where there is none.
+    """
     if n % ROWS:
         raise UnsupportedError(f"{format_name}: {n} rows are not a multiple of {ROWS}, which a stream record has")
     if format_name in _K_QUANTS:
@@ -61,6 +66,8 @@ def choose(format_name: str, n: int, k: int) -> StreamForm:
                 f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has"
             )
         return _stepped_form(format_name, k)
+    if affine := re.fullmatch(r"affine-(\d)b-g(\d+)", format_name):
+        return _affine_form(format_name, int(affine[1]), int(affine[2]), k, scales)
     raise UnsupportedError(f"{format_name} has no stream form yet")
 
 
@@ -232,3 +239,40 @@ def _stepped_form(format_name: str, k: int) -> StreamForm:
     _, n_scale_bytes, has_fifth = _LEGACY[format_name]
     per_lane = (32 if format_name == "Q8_0" else 16) + (4 if has_fifth else 0) + n_scale_bytes
     return StreamForm(name, STEP * steps, 32 * steps * per_lane, _pack_legacy(format_name, steps))
+
+
+def _affine_form(format_name: str, bits: int, group: int, k: int, scales: torch.dtype | None) -> StreamForm:
+    """Scales and biases stay in the file's 16 bits."""
+    if scales not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(f"{format_name}: no stream form for scales of {scales}, only for bfloat16 and float16")
+    steps = next((n for n in (4, 2, 1) if k % (STEP * n) == 0 and STEP * n % group == 0), None)
+    if steps is None:
+        raise UnsupportedError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
+    name = f"Affine<{bits}, {steps}, {group}, {str(scales == torch.bfloat16).lower()}>"
+    code_bytes = ROWS * STEP * steps * bits // 8
+    scale_bytes = ROWS * (STEP * steps // group) * 4
+    return StreamForm(name, STEP * steps, code_bytes + scale_bytes, _pack_affine(bits, group, steps))
+
+
+def _pack_affine(bits: int, group: int, steps: int) -> Callable[[Parts], Tensor]:
+    groups_a_row = STEP * steps // group
+
+    def pack(parts: Parts) -> Tensor:
+        stored = parts["weight"].contiguous().view(torch.uint8)
+        n = stored.shape[0]
+        codes = unpack_codes(stored.view(n, -1), bits).view(n, -1, 32)
+        planes = []
+        if bits == 8:
+            owned = _per_lane(codes ^ 128, steps).unflatten(-1, (2, 4))
+            planes.append(owned.permute(0, 1, 2, 4, 3, 6, 5, 7))
+        elif bits >= 4:
+            planes.append(_low_nibbles(_per_lane(codes, steps)))
+        if bits in (2, 3, 6):
+            planes.append(_crumb_planes(_per_lane(codes >> 4 if bits == 6 else codes & 3, steps)))
+        if bits in (3, 5):
+            planes.append(_bit_plane(_per_lane(codes >> bits - 1, steps)))
+        both = torch.stack((parts["scales"], parts["biases"]), dim=-1).contiguous().view(torch.uint8)
+        split = both.view(n // ROWS, 2, 8, -1, groups_a_row, 4)
+        return _join(*planes, split.permute(0, 3, 2, 4, 1, 5))
+
+    return pack

@@ -16,7 +16,7 @@
 // records each, as soon as the block starts, so that weights arrive while the last product drains and while the prologue runs;
 // slots go to groups of four warps in turn. One more warp adds up the records of each item, in order, and hands its rows over.
 //
-// Defined by the host: SEGMENTS as S(form, tiles) ..., COLUMNS of their records (K decides it, so they agree) and the
+// Defined by the host: SEGMENTS as S(tiles, form) ..., COLUMNS of their records (K decides it, so they agree) and the
 // RECORD_BYTES of the largest; WARPS, K (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
 // SLOTS, BUFFERS (of items), BLOCKS, STATIC_ITEMS (of a block), INTERLEAVE, EPS.
 
@@ -325,8 +325,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
             // A product of parts begins with whichever is there: the parts of what it takes should come together.
             int tile = item % INTERLEAVE * (TILES / INTERLEAVE) + item / INTERLEAVE, first = 0, segment = 0;
             filler.next_item(tile);
-#define S(form, tiles)                                                                                                       \
-    if (tile >= first && tile < first + tiles) filler.item<form>(weights[segment], tile - first, segment, part);             \
+#define S(tiles, ...)                                                                                                       \
+    if (tile >= first && tile < first + tiles) filler.item<__VA_ARGS__>(weights[segment], tile - first, segment, part);             \
     first += tiles, segment++;
             SEGMENTS
 #undef S
@@ -365,9 +365,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
             const u8* weights = shared.records(slot.at);
             float2 share;
             int segment = 0;
-#define S(form, tiles)                                                                                                       \
+#define S(tiles, ...)                                                                                                       \
     if (contents.segment() == segment++)                                                                                     \
-        share = form::dot(weights + warp % GROUP * form::BYTES, at, x, record * COLUMNS);
+        share = __VA_ARGS__::dot(weights + warp % GROUP * __VA_ARGS__::BYTES, at, x, record * COLUMNS);
             SEGMENTS
 #undef S
             // Even lanes go on with the row g, odd ones with g + 8.

@@ -351,3 +351,85 @@ template <int STEPS, bool IS_BF16> struct Plain16 : Stepped<STEPS> {
 };
 template <int STEPS> using BF16 = Plain16<STEPS, true>;
 template <int STEPS> using F16 = Plain16<STEPS, false>;
+
+// Codes of 2 to 8 bits: nibbles and planes of upper bits as above, crumbs alone for two bits, bytes for eight (less 128, since
+// a tensor core takes signed ones).
+template <int BITS, int STEPS> struct CodePlanes {
+    static constexpr bool HAS_NIBBLES = BITS >= 4 && BITS < 8, HAS_CRUMBS = BITS == 2 || BITS == 3 || BITS == 6,
+                          HAS_BITS = BITS == 3 || BITS == 5;
+    static constexpr int CRUMBS = (BITS == 8 ? 1024 : HAS_NIBBLES ? 512 : 0) * STEPS, SINGLE = CRUMBS + (HAS_CRUMBS ? 256 * STEPS : 0),
+                         BYTES = SINGLE + (HAS_BITS ? 128 * STEPS : 0), OFFSET = BITS == 8 ? 128 : 0;
+
+    // Register `run` = 2 row + half of a group: four bytes.
+    static __device__ __forceinline__ u32 four(u32 nibbles, u32 crumbs, u32 bits, int group, int run) {
+        u32 out = HAS_NIBBLES ? nibbles >> 4 * (run & 1) & NIBBLES : 0;
+        if (HAS_CRUMBS) out |= BITS == 6 ? upper(crumbs, run) : crumbs >> 2 * run & 0x03030303;
+        int bit = 4 * group + run;
+        if (BITS == 5) out |= fifth(bits, bit);
+        if (BITS == 3) out |= (bit < 2 ? bits << (2 - bit) : bits >> (bit - 2)) & 0x04040404;
+        return out;
+    }
+    static __device__ __forceinline__ void multiply_group(Sums& sums, const u8* record, int step, int group, const Lane& at, uint2 x,
+                                                          u32 mask) {
+        if (BITS == 8) {
+            uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
+            multiply(sums, u.x, u.y, u.z, u.w, x, mask);
+            return;
+        }
+        int place = step * 32 + at.index;
+        uint2 w = HAS_NIBBLES ? ((const uint2*)record)[place * 2 + group] : uint2{0, 0};
+        u32 crumbs = HAS_CRUMBS ? ((const u32*)(record + CRUMBS))[place * 2 + group] : 0;
+        u32 bits = HAS_BITS ? ((const u32*)(record + SINGLE))[place] : 0;
+        multiply(sums, four(w.x, crumbs, bits, group, 0), four(w.y, crumbs, bits, group, 2), four(w.x, crumbs, bits, group, 1),
+                 four(w.y, crumbs, bits, group, 3), x, mask);
+    }
+    static __device__ __forceinline__ int code(const u8* record, Place p) {
+        int place = p.step * 32 + p.lane, run = 2 * p.row + (p.e >> 2), byte = 8 * (p.e & 3);
+        if (BITS == 8) return (int)((const i8*)record)[((p.step * 2 + p.group) * 32 + p.lane) * 16 + (p.e >> 2) * 8 + p.row * 4 + (p.e & 3)] + 128;
+        int out = HAS_NIBBLES ? p.nibble(record) : 0;
+        if (HAS_CRUMBS) out |= (int)(((const u32*)(record + CRUMBS))[place * 2 + p.group] >> (byte + 2 * run) & 3) << (BITS == 6 ? 4 : 0);
+        if (HAS_BITS) out |= p.fifth_of(((const u32*)(record + SINGLE))[place]) << (BITS == 5 ? 4 : 2);
+        return out;
+    }
+};
+
+// affine: code * scale + bias, both of 16 bits, for each GROUP of columns.
+template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<STEPS> {
+    using Base = Stepped<STEPS>;
+    using Codes = CodePlanes<BITS, STEPS>;
+    static constexpr int SCALES = Codes::BYTES, GROUPS_A_ROW = Base::COLUMNS / GROUP, BYTES = SCALES + 64 * GROUPS_A_ROW;
+    static_assert(Base::COLUMNS % GROUP == 0, "whole groups in a record");
+
+    static __device__ __forceinline__ float2 both(u32 word) {  // scale, bias
+        if (IS_BF16) return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+        return __half22float2(*(const __half2*)&word);
+    }
+
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        float total0 = 0, total1 = 0;
+#pragma unroll
+        for (int set = 0; set < Base::SETS; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            Sums halves[2];
+#pragma unroll
+            for (int i = 0; i < Base::GROUPS; i++)
+                Codes::multiply_group(halves[i % 2], record, (set * Base::GROUPS + i) / 2, i % 2, at, b, at.of_set[i]);
+            Sums sums = halves[0] + halves[1];
+            if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
+                float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+                uint2 pair = ((const uint2*)(record + SCALES))[at.g * GROUPS_A_ROW + (set * Base::GROUPS + at.t) * 32 / GROUP];
+                float2 row0 = both(pair.x), row1 = both(pair.y);
+                total0 = fmaf(row0.x, f.x * (float)sums.row0(), fmaf(fmaf((float)Codes::OFFSET, row0.x, row0.y), f.w, total0));
+                total1 = fmaf(row1.x, f.x * (float)sums.row1(), fmaf(fmaf((float)Codes::OFFSET, row1.x, row1.y), f.w, total1));
+            }
+        }
+        return make_float2(total0, total1);
+    }
+
+    static __device__ __forceinline__ float value(const u8* record, int row, int column) {
+        Place p(row, column);
+        int at = ((row & 7) * GROUPS_A_ROW + column / GROUP) * 2 + p.row;
+        float2 group = both(((const u32*)(record + SCALES))[at]);
+        return __fadd_rn(__fmul_rn(group.x, (float)Codes::code(record, p)), group.y);
+    }
+};
