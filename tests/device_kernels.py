@@ -11,7 +11,7 @@ from bytefloor.engine.device import device_architecture
 from bytefloor.engine.kernels import KernelSpec, load_kernels
 from bytefloor.engine.launches import Card, Segment, plan_product
 from bytefloor.engine.synthetic import _random_blocks
-from bytefloor.formats import get, stream
+from bytefloor.formats import get, lookups, stream
 from bytefloor.model.fuse import FusedProduct
 from bytefloor.model.step import OpCall
 from bytefloor.ops import OPS
@@ -32,6 +32,8 @@ def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
         parts = record.encode(weights)
         # Scales of either sign, which the format allows.
         return {**parts, "scales": parts["scales"] * (torch.arange(k // record.block, device="cuda") % 3 - 1)}
+    if name in lookups.NAMES or name in ("Q2_K", "Q3_K"):
+        return random_codes(name, n, k, generator)
     if record.block_bytes is None:
         values = torch.randn(n, k, generator=generator, device="cuda")
         return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}
@@ -44,6 +46,30 @@ def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
     scale[::7] = 0
     rows[:, offset : offset + 2] = scale.view(torch.uint8)
     return {"blocks": blocks}
+
+
+def random_codes(name: str, n: int, k: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random codes under random scales of formats that have no encoder, none of which means NaN."""
+    record = get(name)
+
+    def draw(most: int, *shape: int) -> Tensor:
+        return torch.randint(0, most, shape, generator=generator, device="cuda", dtype=torch.uint8)
+
+    if record.block_bytes is None:
+        codes, scales = record.parts
+        packed = draw(256, n, k // 2)
+        whole = {key: torch.tensor([0.37], device="cuda") for key in record.optional_parts}
+        groups = n, k // record.block
+        found = torch.randn(*groups, generator=generator, device="cuda") if "FP4-E2M1" in name else draw(100, *groups)
+        return {codes: packed.view(torch.uint32) if name.startswith("mlx") else packed, scales: found, **whole}
+    blocks = draw(256, n, k // record.block, record.block_bytes)
+    if name in ("MXFP4", "NVFP4"):
+        blocks[..., : 1 if name == "MXFP4" else 4] %= 100
+        return {"blocks": blocks.flatten(1)}
+    for offset in {"Q2_K": (80, 82), "Q3_K": (108,)}.get(name, (0,)):
+        scale = torch.randn(n, k // record.block, 1, generator=generator, device="cuda").half()
+        blocks[..., offset : offset + 2] = scale.view(torch.uint8)
+    return {"blocks": blocks.flatten(1)}
 
 
 def form_of(name: str, n: int, k: int) -> stream.StreamForm:

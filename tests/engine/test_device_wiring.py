@@ -177,13 +177,41 @@ def as_affine(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def test_mixed_affine_matrices_run_like_any_others(make: Make) -> None:
-    model = load_model(as_affine(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
+def as_fp4(checkpoint: Checkpoint) -> Checkpoint:
+    """FP4 in groups of 128, and NVFP4 in the MLP: a scale of the whole tensor, another for gate than for up."""
+
+    def converted(tensor: StoredTensor) -> StoredTensor:
+        n, k = tensor.shape
+        if "ffn" not in tensor.name:
+            record = get("FP4-E2M1-g128")
+            assert record.encode is not None
+            parts = record.encode(tensor.decode())
+        else:
+            record, generator = get("NVFP4-modelopt"), torch.Generator().manual_seed(len(tensor.name))
+            parts = {
+                "weight": torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8),
+                "weight_scale": torch.randint(32, 64, (n, k // 16), generator=generator, dtype=torch.uint8),
+                "weight_scale_2": torch.tensor(0.01 if "gate" in tensor.name else 0.02),
+            }
+        n_bytes = sum(part.nbytes for part in parts.values())
+        return StoredTensor(tensor.name, tensor.shape, record.name, record, n_bytes, lambda: parts)
+
+    tensors = {name: converted(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
+@pytest.mark.parametrize(
+    ("convert", "forms"), [(as_affine, {"Affine<4", "Affine<8"}), (as_fp4, {"FP4_g128<4", "NVFP4_pairs<4"})]
+)
+def test_other_formats_run_like_any_others(
+    make: Make, convert: Callable[[Checkpoint], Checkpoint], forms: set[str]
+) -> None:
+    model = load_model(convert(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
     step = build_step(model.config, model.weights, ROUNDING)
     expected = reference_logits(step, IDS)
     executor = make(step)
-    names = {form for launch in executor.launches for form in re.findall(r"Affine<\d", str(launch.kernel.defines))}
-    assert names == {"Affine<4", "Affine<8"}
+    products = [str(launch.kernel.defines) for launch in executor.launches if launch.kernel.name == "product"]
+    assert {form for text in products for form in re.findall(r"\w+<\d", text)} == forms
     for chunk in (1, 70):
         executor.poison()
         assert difference(rows_of(executor, IDS, chunk), expected) < TIES

@@ -71,7 +71,11 @@ def gate(card: Card, segment: tuple[str, int], k: int) -> KernelSpec:
 
 
 def affine(card: Card, bits: int, group: int, k: int) -> KernelSpec:
-    segment = Segment(stream.choose(f"affine-{bits}b-g{group}", 4096, k, torch.bfloat16), 4096)
+    return of_format(card, f"affine-{bits}b-g{group}", k)
+
+
+def of_format(card: Card, name: str, k: int) -> KernelSpec:
+    segment = Segment(stream.choose(name, 4096, k, torch.bfloat16), 4096)
     return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
 
 
@@ -130,6 +134,13 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "affine 8 bit": lambda card: affine(card, 8, 128, 4096),
     "affine 3 bit": lambda card: affine(card, 3, 32, 576),
     "affine 6 bit": lambda card: affine(card, 6, 64, 640),
+    "q2_k": lambda card: of_format(card, "Q2_K", 4096),
+    "q3_k": lambda card: of_format(card, "Q3_K", 3840),
+    "iq4_nl": lambda card: of_format(card, "IQ4_NL", 640),
+    "iq4_xs": lambda card: of_format(card, "IQ4_XS", 4096),
+    "mxfp4": lambda card: of_format(card, "MXFP4", 2880),
+    "nvfp4": lambda card: of_format(card, "NVFP4-modelopt", 4096),
+    "fp4 g128": lambda card: of_format(card, "FP4-E2M1-g128", 3840),
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
     "read": lambda card: spec("read", 512, THREADS=512),
 }

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from bytefloor.engine.kernels import SOURCES
-from bytefloor.formats import get, stream
+from bytefloor.formats import finite, get, lookups, stream
 
 WARP = Path(__file__).resolve().parent.parent / "warp"
 AFFINE = tuple(f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128))
-NAMES = ("Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *AFFINE)
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+NAMES = (*K_QUANTS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *lookups.NAMES, *AFFINE)
+SCALES = {**finite.SCALE_OFFSETS, "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+"""Where a block's fp16 scales stand."""
 COLUMNS = (64, 128, 256, 512)
 """One, two and four steps a record, and two records."""
 
@@ -63,14 +66,35 @@ def random_parts(name: str, k: int) -> dict[str, torch.Tensor]:
         )
         scales, biases = (torch.randn(16, k // record.block, generator=generator).to(scales_of(name)) for _ in range(2))
         return {"weight": words.to(torch.int32), "scales": scales, "biases": biases}
+    if name in lookups.NAMES and record.block_bytes is None:
+        return random_pairs(name, k, generator)
     if record.block_bytes is None:
         values = torch.randn(16, k, generator=generator)
         return {"values": values.to(torch.bfloat16 if name == "BF16" else torch.float16)}
     blocks = torch.randint(0, 256, (16, k // record.block, record.block_bytes), generator=generator, dtype=torch.uint8)
-    for offset in {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}.get(name, (0,)):
+    if name in ("MXFP4", "NVFP4"):
+        # Scale codes that mean NaN are refused when a file is read.
+        blocks[..., : 1 if name == "MXFP4" else 4] %= 127
+        scale = {"scale": torch.tensor([0.37])} if name == "NVFP4" else {}
+        return {"blocks": blocks.flatten(1), **scale}
+    for offset in SCALES[name]:
         scale = torch.randn(16, k // record.block, 1, generator=generator).half()
         blocks[..., offset : offset + 2] = scale.view(torch.uint8)
     return {"blocks": blocks.flatten(1)}
+
+
+def random_pairs(name: str, k: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    record = get(name)
+    codes, scales = record.parts
+    packed = torch.randint(0, 256, (16, k // 2), generator=generator, dtype=torch.uint8)
+    if name.startswith("mlx"):
+        packed = packed.view(torch.uint32)
+    if name.startswith("FP4"):
+        found = torch.randn(16, k // 128, generator=generator)
+    else:
+        found = torch.randint(0, 127, (16, k // record.block), generator=generator, dtype=torch.uint8)
+    whole = {key: torch.tensor([0.37]) for key in record.optional_parts}
+    return {codes: packed, scales: found, **whole}
 
 
 def pointer(array: np.ndarray) -> ctypes.c_void_p:

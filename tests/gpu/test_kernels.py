@@ -12,7 +12,7 @@ from torch import Tensor
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import spec
 from bytefloor.engine.launches import Card, plan_attention
-from bytefloor.formats import get, stream
+from bytefloor.formats import get, lookups, stream
 from bytefloor.model.fuse import FusedAttention, FusedProduct
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
@@ -64,8 +64,8 @@ def test_narrow_rows_are_packed_and_undone(name: str, k: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(48, 1024), (3840, 3840), (272, 15360)])
-@pytest.mark.parametrize("name", AFFINE)
-def test_affine_products_and_values(name: str, n: int, k: int) -> None:
+@pytest.mark.parametrize("name", [*AFFINE, "Q2_K", "Q3_K", *lookups.NAMES])
+def test_products_and_values_of_other_formats(name: str, n: int, k: int) -> None:
     x = torch.randn(k, device="cuda")
     found, dense, _ = run_product(fused_product(1), [(name, n)], k, x)
     assert relative_error(found, dense @ round_to(x, "int16_g32").double()) < TIGHT

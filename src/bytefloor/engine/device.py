@@ -28,6 +28,8 @@ from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, FusedPerLayer, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
 
+PROVEN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
+"""Formats of matrices whose kernels a card has compared with float64. Others have run on a CPU, a warp at a time."""
 MOST_ROWS_ONE_BY_ONE = 24
 """Rows of a batch that go through the decode graph one after another; more are cheaper through the plain list."""
 
@@ -268,7 +270,7 @@ def refuse_unproven(fused: Sequence[Fused], device: torch.device) -> None:
     if any(isinstance(part, FusedPerLayer) for part in fused):
         raise UnsupportedError(f"per-layer inputs: their kernels have {not_yet}")
     for weight in (weight for part in fused for call in part.replaces for weight in call.weights):
-        if weight.stored.format_name.startswith("affine"):
+        if len(weight.shape) == 2 and weight.stored.format_name not in PROVEN:
             raise UnsupportedError(f"{weight.stored.format_name}: its kernels have {not_yet}")
 
 

@@ -193,7 +193,12 @@ def _pad_rows(part: Tensor) -> Tensor:
 
 
 def _checked_rows(weight: Weight, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, each of which is cut by the rows of the matrix."""
+    """The parts, each of which is cut by the rows of the matrix; a scale of the whole tensor is repeated for each."""
+    optional = weight.stored.require_format().optional_parts
+    parts = {
+        name: part.reshape(1).expand(weight.shape[0]) if name in optional and part.numel() == 1 else part
+        for name, part in parts.items()
+    }
     for name, part in parts.items():
         if part.dim() == 0 or part.shape[0] != weight.shape[0]:
             found, expected = list(part.shape), weight.shape[0]
@@ -202,8 +207,9 @@ def _checked_rows(weight: Weight, parts: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _finite_rows(weight: Weight, parts: dict[str, Tensor], first: int) -> Tensor:
+    record = weight.stored.require_format()
     try:
-        return finite_rows(weight.stored.require_format(), parts)
+        return finite_rows(record, {k: part[:1] if k in record.optional_parts else part for k, part in parts.items()})
     except BytefloorError as error:
         raise type(error)(f"tensor {weight.stored.name}, rows from {first}: {error}") from None
 
