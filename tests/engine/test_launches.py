@@ -142,6 +142,7 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "nvfp4": lambda card: of_format(card, "NVFP4-modelopt", 4096),
     "fp4 g128": lambda card: of_format(card, "FP4-E2M1-g128", 3840),
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
+    "unpack affine": lambda card: spec("unpack", 256, FORM="Affine<4, 4, 64, true>", K=512),
     "read": lambda card: spec("read", 512, THREADS=512),
 }
 

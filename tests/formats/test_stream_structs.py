@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bytefloor.engine.kernels import SOURCES
+from bytefloor.engine.kernels import FORMS, SOURCES
 from bytefloor.formats import finite, get, lookups, stream
 
 WARP = Path(__file__).resolve().parent.parent / "warp"
@@ -44,7 +44,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("warp")
-    text = (SOURCES / "stream.cuh").read_text()
+    text = "".join((SOURCES / header).read_text() for header in FORMS)
     assert '#include "tensor_core.cuh"\n' in text
     for include in ('#include "tensor_core.cuh"\n', "#include <cuda_fp16.h>\n", "#pragma once\n"):
         text = text.replace(include, "")

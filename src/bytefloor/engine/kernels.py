@@ -14,7 +14,9 @@ from typing import Any
 from bytefloor.errors import KernelError
 
 SOURCES = Path(__file__).resolve().parent.parent / "ops"
-HEADERS = ("stream.cuh", "ring.cuh", "handover.cuh")
+FORMS = ("stream.cuh", "stream_codes.cuh", "stream_lookups.cuh")
+"""The structs of the stream forms, the first with what all of them need."""
+HEADERS = (*FORMS, "ring.cuh", "handover.cuh")
 INCLUDED = ("tensor_core.cuh",)
 """What those include themselves."""
 ARCHITECTURES = ("sm_90a", "sm_100a")

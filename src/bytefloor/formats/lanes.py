@@ -29,7 +29,7 @@ STEP = 64
 
 @dataclass(frozen=True)
 class StreamForm:
-    """One layout. Its CUDA side is the struct of the same name in ``ops/stream.cuh``.
+    """One layout. Its CUDA side is the struct of the same name in ``ops/stream*.cuh``.
 
     columns: K of a record. record_bytes: its size. pack: parts of the stored tensor -> uint8 [tiles, K / columns,
     record_bytes]; N must be a multiple of 16 and K of ``columns``.

@@ -1,0 +1,150 @@
+// Stream forms of codes of 2 to 8 bits: MLX's affine ones, Q2_K and Q3_K. See stream.cuh.
+#pragma once
+
+// Codes of 2 to 8 bits: nibbles and planes of upper bits as above, crumbs alone for two bits, bytes for eight (less 128, since
+// a tensor core takes signed ones).
+template <int BITS, int STEPS> struct CodePlanes {
+    static constexpr bool HAS_NIBBLES = BITS >= 4 && BITS < 8, HAS_CRUMBS = BITS == 2 || BITS == 3 || BITS == 6,
+                          HAS_BITS = BITS == 3 || BITS == 5;
+    static constexpr int CRUMBS = (BITS == 8 ? 1024 : HAS_NIBBLES ? 512 : 0) * STEPS, SINGLE = CRUMBS + (HAS_CRUMBS ? 256 * STEPS : 0),
+                         BYTES = SINGLE + (HAS_BITS ? 128 * STEPS : 0), OFFSET = BITS == 8 ? 128 : 0;
+
+    // Register `run` = 2 row + half of a group: four bytes.
+    static __device__ __forceinline__ u32 four(u32 nibbles, u32 crumbs, u32 bits, int group, int run) {
+        u32 out = HAS_NIBBLES ? nibbles >> 4 * (run & 1) & NIBBLES : 0;
+        if (HAS_CRUMBS) out |= BITS == 6 ? upper(crumbs, run) : crumbs >> 2 * run & 0x03030303;
+        int bit = 4 * group + run;
+        if (BITS == 5) out |= fifth(bits, bit);
+        if (BITS == 3) out |= (bit < 2 ? bits << (2 - bit) : bits >> (bit - 2)) & 0x04040404;
+        return out;
+    }
+    static __device__ __forceinline__ void multiply_group(Sums& sums, const u8* record, int step, int group, const Lane& at, uint2 x,
+                                                          u32 mask) {
+        if (BITS == 8) {
+            uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
+            multiply(sums, u.x, u.y, u.z, u.w, x, mask);
+            return;
+        }
+        int place = step * 32 + at.index;
+        uint2 w = HAS_NIBBLES ? ((const uint2*)record)[place * 2 + group] : uint2{0, 0};
+        u32 crumbs = HAS_CRUMBS ? ((const u32*)(record + CRUMBS))[place * 2 + group] : 0;
+        u32 bits = HAS_BITS ? ((const u32*)(record + SINGLE))[place] : 0;
+        multiply(sums, four(w.x, crumbs, bits, group, 0), four(w.y, crumbs, bits, group, 2), four(w.x, crumbs, bits, group, 1),
+                 four(w.y, crumbs, bits, group, 3), x, mask);
+    }
+    static __device__ __forceinline__ int code(const u8* record, Place p) {
+        int place = p.step * 32 + p.lane, run = 2 * p.row + (p.e >> 2), byte = 8 * (p.e & 3);
+        if (BITS == 8) return (int)((const i8*)record)[((p.step * 2 + p.group) * 32 + p.lane) * 16 + (p.e >> 2) * 8 + p.row * 4 + (p.e & 3)] + 128;
+        int out = HAS_NIBBLES ? p.nibble(record) : 0;
+        if (HAS_CRUMBS) out |= (int)(((const u32*)(record + CRUMBS))[place * 2 + p.group] >> (byte + 2 * run) & 3) << (BITS == 6 ? 4 : 0);
+        if (HAS_BITS) out |= p.fifth_of(((const u32*)(record + SINGLE))[place]) << (BITS == 5 ? 4 : 2);
+        return out;
+    }
+};
+
+// affine: code * scale + bias, both of 16 bits, for each GROUP of columns.
+template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<STEPS> {
+    using Base = Stepped<STEPS>;
+    using Codes = CodePlanes<BITS, STEPS>;
+    static constexpr int SCALES = Codes::BYTES, GROUPS_A_ROW = Base::COLUMNS / GROUP, BYTES = SCALES + 64 * GROUPS_A_ROW;
+    static_assert(Base::COLUMNS % GROUP == 0, "whole groups in a record");
+
+    static __device__ __forceinline__ float2 both(u32 word) {  // scale, bias
+        if (IS_BF16) return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+        return __half22float2(*(const __half2*)&word);
+    }
+
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        float total0 = 0, total1 = 0;
+#pragma unroll
+        for (int set = 0; set < Base::SETS; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            Sums halves[2];
+#pragma unroll
+            for (int i = 0; i < Base::GROUPS; i++)
+                Codes::multiply_group(halves[i % 2], record, (set * Base::GROUPS + i) / 2, i % 2, at, b, at.of_set[i]);
+            Sums sums = halves[0] + halves[1];
+            if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
+                float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+                uint2 pair = ((const uint2*)(record + SCALES))[at.g * GROUPS_A_ROW + (set * Base::GROUPS + at.t) * 32 / GROUP];
+                float2 row0 = both(pair.x), row1 = both(pair.y);
+                total0 = fmaf(row0.x, f.x * (float)sums.row0(), fmaf(fmaf((float)Codes::OFFSET, row0.x, row0.y), f.w, total0));
+                total1 = fmaf(row1.x, f.x * (float)sums.row1(), fmaf(fmaf((float)Codes::OFFSET, row1.x, row1.y), f.w, total1));
+            }
+        }
+        return make_float2(total0, total1);
+    }
+
+    static __device__ __forceinline__ float value(const u8* record, int row, int column) {
+        Place p(row, column);
+        int at = ((row & 7) * GROUPS_A_ROW + column / GROUP) * 2 + p.row;
+        float2 group = both(((const u32*)(record + SCALES))[at]);
+        return __fadd_rn(__fmul_rn(group.x, (float)Codes::code(record, p)), group.y);
+    }
+};
+
+struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
+    using Codes = CodePlanes<2, 4>;
+    static constexpr int COLUMNS = 256, SCALES = Codes::BYTES, SUPER = SCALES + 256, BYTES = SUPER + 64;
+
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+        float positive0 = 0, negative0 = 0, positive1 = 0, negative1 = 0;
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            uint2 b = x.of_step(k + step * 64, at);
+            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            float all = at.t & 1 ? f.z : f.y;
+            Sums sums;
+            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step[0]);
+            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step[1]);
+            u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
+            positive0 = fmaf(f.x, (float)((int)(pair & 15) * sums.row0()), positive0);
+            positive1 = fmaf(f.x, (float)((int)(pair >> 8 & 15) * sums.row1()), positive1);
+            negative0 = fmaf(all, (float)(pair >> 4 & 15), negative0);
+            negative1 = fmaf(all, (float)(pair >> 12 & 15), negative1);
+        }
+        uint2 super = ((const uint2*)(record + SUPER))[at.g];
+        float2 d0 = __half22float2(*(const __half2*)&super.x), d1 = __half22float2(*(const __half2*)&super.y);
+        return make_float2(d0.x * positive0 - d0.y * negative0, d1.x * positive1 - d1.y * negative1);
+    }
+
+    static __device__ __forceinline__ float value(const u8* record, int row, int column) {
+        Place p(row, column);
+        const u8* super = record + SUPER + 8 * (row & 7) + 4 * p.row;
+        int byte = record[SCALES + 8 * ((row & 7) * 4 + (column >> 4 & 3)) + 2 * p.step + p.row];
+        float scale = __fmul_rn(half_as_float(super), (float)(byte & 15)), minimum = __fmul_rn(half_as_float(super + 2), (float)(byte >> 4));
+        return __fsub_rn(__fmul_rn(scale, (float)Codes::code(record, p)), minimum);
+    }
+};
+
+struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
+    using Codes = CodePlanes<3, 4>;
+    static constexpr int COLUMNS = 256, SCALES = Codes::BYTES, SUPER = SCALES + 256, BYTES = SUPER + 32;
+
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+        float total0 = 0, total1 = 0;
+#pragma unroll
+        for (int step = 0; step < 4; step++) {
+            uint2 b = x.of_step(k + step * 64, at);
+            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            Sums sums;
+            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step[0]);
+            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step[1]);
+            u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
+            float offset = -4.f * (at.t & 1 ? f.z : f.y);
+            total0 = fmaf((float)(i8)pair, fmaf(f.x, (float)sums.row0(), offset), total0);
+            total1 = fmaf((float)(i8)(pair >> 8), fmaf(f.x, (float)sums.row1(), offset), total1);
+        }
+        float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
+        return make_float2(d.x * total0, d.y * total1);
+    }
+
+    static __device__ __forceinline__ float value(const u8* record, int row, int column) {
+        Place p(row, column);
+        int scale = ((const i8*)record)[SCALES + 8 * ((row & 7) * 4 + (column >> 4 & 3)) + 2 * p.step + p.row];
+        float d = half_as_float(record + SUPER + 4 * (row & 7) + 2 * p.row);
+        return __fmul_rn(__fmul_rn(d, (float)scale), (float)(Codes::code(record, p) - 4));
+    }
+};
