@@ -32,6 +32,9 @@ def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
         parts = record.encode(weights)
         # Scales of either sign, which the format allows.
         return {**parts, "scales": parts["scales"] * (torch.arange(k // record.block, device="cuda") % 3 - 1)}
+    if name.startswith("FP8"):
+        assert record.encode is not None
+        return record.encode(torch.randn(n, k, generator=generator, device="cuda"))
     if name in lookups.NAMES or name in ("Q2_K", "Q3_K"):
         return random_codes(name, n, k, generator)
     if record.block_bytes is None:

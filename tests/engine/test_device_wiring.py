@@ -200,8 +200,24 @@ def as_fp4(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
+def as_fp8(checkpoint: Checkpoint) -> Checkpoint:
+    """One scale a tensor, and tiles of 128 x 128 in the MLP, the last of which a matrix may cut."""
+
+    def converted(tensor: StoredTensor) -> StoredTensor:
+        record = get("FP8-E4M3-128x128" if "ffn" in tensor.name else "FP8-E4M3-tensor")
+        values = tensor.decode() / 0.01
+        n, k = tensor.shape
+        scales = torch.full((-(-n // 128), -(-k // 128)), 0.01) if "ffn" in tensor.name else torch.tensor(0.01)
+        parts = dict(zip(record.parts, (values.clamp(-448, 448).to(torch.float8_e4m3fn), scales), strict=True))
+        return StoredTensor(tensor.name, tensor.shape, record.name, record, n * k, lambda: parts)
+
+    tensors = {name: converted(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors)
+
+
 @pytest.mark.parametrize(
-    ("convert", "forms"), [(as_affine, {"Affine<4", "Affine<8"}), (as_fp4, {"FP4_g128<4", "NVFP4_pairs<4"})]
+    ("convert", "forms"),
+    [(as_affine, {"Affine<4", "Affine<8"}), (as_fp4, {"FP4_g128<4", "NVFP4_pairs<4"}), (as_fp8, {"FP8<2"})],
 )
 def test_other_formats_run_like_any_others(
     make: Make, convert: Callable[[Checkpoint], Checkpoint], forms: set[str]

@@ -141,6 +141,8 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "mxfp4": lambda card: of_format(card, "MXFP4", 2880),
     "nvfp4": lambda card: of_format(card, "NVFP4-modelopt", 4096),
     "fp4 g128": lambda card: of_format(card, "FP4-E2M1-g128", 3840),
+    "fp8": lambda card: of_format(card, "FP8-E4M3-row", 3840),
+    "mxfp8": lambda card: of_format(card, "mlx-mxfp8", 4096),
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
     "unpack affine": lambda card: spec("unpack", 256, FORM="Affine<4, 4, 64, true>", K=512),
     "read": lambda card: spec("read", 512, THREADS=512),

@@ -159,13 +159,20 @@ def test_rows_are_finite_exactly_where_decoding_says_so(name: str, offset: int |
 
 
 def test_formats_whose_scales_are_not_known_by_place_are_decoded() -> None:
-    record = get("FP8-E4M3-row")
-    codes = torch.arange(4 * 64).remainder(0x70).to(torch.uint8).view(4, 64)
-    parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.ones(4, 1)}
+    record = get("FP4-E2M1-g128")
+    parts = {"weight": torch.zeros(4, 64, dtype=torch.uint8), "weight_scale": torch.ones(4, 1)}
     assert finite_rows(record, parts).tolist() == [True] * 4
-    codes[2, 5] = 0x7F
+    parts["weight_scale"][2] = torch.nan
     with pytest.raises(FileError, match="NaN or infinite at row 2"):
         finite_rows(record, parts)
+
+
+def test_bytes_of_fp8_that_mean_nan_and_scales_that_are_not_finite_are_seen() -> None:
+    codes = torch.arange(4 * 64).remainder(0x70).to(torch.uint8).view(4, 64)
+    parts = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.ones(4, 1)}
+    assert finite_rows(get("FP8-E4M3-row"), parts).tolist() == [True] * 4
+    codes[2, 5], parts["weight_scale"][0] = 0xFF, torch.inf
+    assert finite_rows(get("FP8-E4M3-row"), parts).tolist() == [False, True, False, True]
 
 
 def test_parts_that_have_no_row_for_each_row_are_refused() -> None:

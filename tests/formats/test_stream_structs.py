@@ -18,7 +18,8 @@ from bytefloor.formats import finite, get, lookups, stream
 WARP = Path(__file__).resolve().parent.parent / "warp"
 AFFINE = tuple(f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128))
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-NAMES = (*K_QUANTS, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *lookups.NAMES, *AFFINE)
+FP8 = ("FP8-E4M3-row", "FP8-E4M3-tensor", "FP8-E4M3-128x128", "mlx-mxfp8")
+NAMES = (*K_QUANTS, *FP8, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *lookups.NAMES, *AFFINE)
 SCALES = {**finite.SCALE_OFFSETS, "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 """Where a block's fp16 scales stand."""
 COLUMNS = (64, 128, 256, 512)
@@ -66,6 +67,8 @@ def random_parts(name: str, k: int) -> dict[str, torch.Tensor]:
         )
         scales, biases = (torch.randn(16, k // record.block, generator=generator).to(scales_of(name)) for _ in range(2))
         return {"weight": words.to(torch.int32), "scales": scales, "biases": biases}
+    if name in FP8:
+        return random_bytes(name, k, generator)
     if name in lookups.NAMES and record.block_bytes is None:
         return random_pairs(name, k, generator)
     if record.block_bytes is None:
@@ -81,6 +84,26 @@ def random_parts(name: str, k: int) -> dict[str, torch.Tensor]:
         scale = torch.randn(16, k // record.block, 1, generator=generator).half()
         blocks[..., offset : offset + 2] = scale.view(torch.uint8)
     return {"blocks": blocks.flatten(1)}
+
+
+def random_bytes(name: str, k: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Every E4M3 code but those that mean NaN; scales as the format has them."""
+    codes = torch.randint(0, 127, (16, k), generator=generator, dtype=torch.uint8)
+    codes |= torch.randint(0, 2, (16, k), generator=generator, dtype=torch.uint8) << 7
+    if name == "mlx-mxfp8":
+        scales = torch.randint(0, 200, (16, k // 32), generator=generator, dtype=torch.uint8)
+        return {"weight": codes.view(torch.uint32), "scales": scales}
+    shape = {"FP8-E4M3-row": (16, 1), "FP8-E4M3-tensor": (), "FP8-E4M3-128x128": (1, -(-k // 128))}[name]
+    return {get(name).parts[0]: codes, get(name).parts[1]: torch.randn(shape, generator=generator)}
+
+
+def as_packed(name: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Scales that serve several rows are repeated for each before they are packed."""
+    if name not in FP8 or name == "mlx-mxfp8":
+        return parts
+    key = get(name).parts[1]
+    by_row = parts[key] if name == "FP8-E4M3-row" else parts[key].reshape(1, -1).expand(16, -1)
+    return {**parts, key: by_row}
 
 
 def random_pairs(name: str, k: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -107,7 +130,7 @@ CASES = [(name, k) for name in NAMES for k in forms_of(name)]
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: int) -> None:
     form, parts = forms_of(name)[k], random_parts(name, k)
-    packed = form.pack(parts).numpy()[0]
+    packed = form.pack(as_packed(name, parts)).numpy()[0]
     found = np.empty((len(packed), 16, form.columns), np.float32)
     for record, out in zip(packed, found, strict=True):
         assert library[f"values_{symbol(form)}"](pointer(record), pointer(out)) == form.columns
@@ -129,7 +152,7 @@ def test_a_warps_dot_products_are_right(library: ctypes.CDLL, name: str, k: int)
     sums = np.stack((np.ones_like(halves[:, 0]), halves[:, 0], halves[:, 1], halves.sum(1)), axis=1)
     scales = np.ascontiguousarray((sums * scale[:, None]).astype(np.float32))
     rows = np.zeros(16)
-    for i, record in enumerate(form.pack(parts).numpy()[0]):
+    for i, record in enumerate(form.pack(as_packed(name, parts)).numpy()[0]):
         out = np.empty((8, 4, 2), np.float32)
         dot = library[f"dot_{symbol(form)}"]
         n_bytes = dot(pointer(record), pointer(laid_out), pointer(scales), i * form.columns, pointer(out))

@@ -20,6 +20,8 @@ from bytefloor.model.weights import Weight
 
 CHUNK_WEIGHTS = 1 << 25
 """Weights that are checked and packed at a time: bounds the scratch, and is enough work for a device at once."""
+BAND = 128
+"""Rows that share a scale where scales stand for tiles of 128 x 128."""
 PACKING_BYTES_A_WEIGHT = 10
 """Of intermediate tensors, at most, while a chunk is checked and packed: five copies of 16-bit weights."""
 Carry = Callable[[Sequence[Tensor]], AbstractContextManager[Sequence[Tensor]]]
@@ -193,17 +195,22 @@ def _pad_rows(part: Tensor) -> Tensor:
 
 
 def _checked_rows(weight: Weight, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parts, each of which is cut by the rows of the matrix; a scale of the whole tensor is repeated for each."""
-    optional = weight.stored.require_format().optional_parts
-    parts = {
-        name: part.reshape(1).expand(weight.shape[0]) if name in optional and part.numel() == 1 else part
-        for name, part in parts.items()
-    }
+    """The parts, each cut by the rows of the matrix: scales of a tensor or of a band of rows are repeated for each."""
+    n = weight.shape[0]
+    parts = {name: _for_each_row(name, part, n) for name, part in parts.items()}
     for name, part in parts.items():
         if part.dim() == 0 or part.shape[0] != weight.shape[0]:
             found, expected = list(part.shape), weight.shape[0]
             raise ShapeError(f"tensor {weight.stored.name}: part {name} has shape {found}, expected {expected} rows")
     return parts
+
+
+def _for_each_row(name: str, part: Tensor, n: int) -> Tensor:
+    if part.numel() == 1 and n > 1:
+        return part.reshape(1).expand(n)
+    if name == "weight_scale_inv" and part.shape[0] == -(-n // BAND):
+        return part.repeat_interleave(BAND, dim=0)[:n]
+    return part
 
 
 def _finite_rows(weight: Weight, parts: dict[str, Tensor], first: int) -> Tensor:

@@ -25,6 +25,12 @@ def finite_rows(record: QuantFormat, parts: Parts) -> Tensor:
     """bool [N], on the device of the parts. Other formats are decoded, which refuses broken scales by itself."""
     if record.name in PLAIN:
         return torch.isfinite(parts["values"]).all(dim=1)
+    if record.name.startswith("FP8"):
+        codes, scales = (
+            parts["weight"].view(torch.uint8),
+            parts[record.parts[1]].float().reshape(len(parts["weight"]), -1),
+        )
+        return (codes & 0x7F).ne(0x7F).all(dim=1) & torch.isfinite(scales).all(dim=1)
     if record.name not in SCALE_OFFSETS:
         return torch.isfinite(record.decode(parts)).all(dim=1)
     stored = parts["blocks"]

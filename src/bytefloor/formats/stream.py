@@ -53,6 +53,8 @@ def choose(format_name: str, n: int, k: int, scales: torch.dtype | None = None) 
         return _affine_form(format_name, int(affine[1]), int(affine[2]), k, scales)
     if format_name in lookups.NAMES:
         return lookups.lookup_form(format_name, k)
+    if format_name in _FP8 or format_name == "mlx-mxfp8":
+        return _fp8_form(format_name, k)
     raise UnsupportedError(f"{format_name} has no stream form yet")
 
 
@@ -221,5 +223,35 @@ def _pack_affine(bits: int, group: int, steps: int) -> Callable[[Parts], Tensor]
             planes.append(bit_plane(per_lane(codes >> bits - 1, steps)))
         both = torch.stack((parts["scales"], parts["biases"]), dim=-1).contiguous().view(torch.uint8)
         return join(*planes, per_group(both.view(n, -1, 4), groups_a_row))
+
+    return pack
+
+
+_FP8 = {"FP8-E4M3-row": "weight_scale", "FP8-E4M3-tensor": "weight_scale", "FP8-E4M3-128x128": "weight_scale_inv"}
+"""Names of the scales, of which a row has one or one for each 128 columns."""
+
+
+def _fp8_form(format_name: str, k: int) -> StreamForm:
+    """A record lies in one tile of 128 columns, so that a row of it has one scale."""
+    if k % STEP:
+        raise UnsupportedError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
+    steps = 2 if k % (2 * STEP) == 0 else 1
+    is_mx = format_name == "mlx-mxfp8"
+    scale_bytes = ROWS * 2 * steps if is_mx else ROWS * 4
+    pack = _pack_fp8("scales" if is_mx else _FP8[format_name], steps, is_mx)
+    return StreamForm(f"{'MXFP8' if is_mx else 'FP8'}<{steps}>", STEP * steps, 1024 * steps + scale_bytes, pack)
+
+
+def _pack_fp8(scales_name: str, steps: int, is_mx: bool) -> Callable[[Parts], Tensor]:
+    def pack(parts: Parts) -> Tensor:
+        stored, scales = parts["weight"].contiguous().view(torch.uint8), parts[scales_name]
+        n, k = stored.shape
+        owned = per_lane(stored.view(n, -1, 32), steps).unflatten(-1, (2, 4)).permute(0, 1, 2, 4, 3, 6, 5, 7)
+        if is_mx:
+            return join(owned, per_group(scales.contiguous().view(torch.uint8)[..., None], 2 * steps))
+        tiles = torch.arange(k // (STEP * steps), device=stored.device) * STEP * steps // 128
+        by_tile = scales.float().reshape(n, -1)
+        beside = by_tile.expand(n, len(tiles)) if by_tile.shape[1] == 1 else by_tile[:, tiles]
+        return join(owned, by_row(beside[..., None].contiguous().view(torch.uint8)))
 
     return pack

@@ -148,3 +148,54 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
         return __fmul_rn(__fmul_rn(d, (float)scale), (float)(Codes::code(record, p) - 4));
     }
 };
+
+// E4M3 codes, as halves of 2^-8 of their value times codes of activations that are halves too; exact products, float32 sums.
+// A float scale for the record's columns of each row, or with IS_MX an E8M0 one for each 32.
+template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
+    using Base = Stepped<STEPS>;
+    static constexpr int SCALES = 1024 * STEPS, BYTES = SCALES + (IS_MX ? 32 * STEPS : 64);
+
+    static __device__ __forceinline__ u32 as_halves(u32 spread) { return (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 1; }
+    static __device__ __forceinline__ u32 front(u32 codes) { return as_halves(__byte_perm(codes, 0, 0x1404)); }
+    static __device__ __forceinline__ u32 back(u32 codes) { return as_halves(__byte_perm(codes, 0, 0x3424)); }
+    static __device__ __forceinline__ float power_of_two(u32 e) { return __uint_as_float(e ? e << 23 : 0x00400000u); }  // 2^(e - 127)
+    static __device__ __forceinline__ float scale_of(const u8* record, int g, int group, int row) {
+        if (IS_MX) return power_of_two(record[SCALES + (g * 2 * STEPS + group) * 2 + row]);
+        return ((const float*)(record + SCALES))[g * 2 + row];
+    }
+
+    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+        const uint4* codes = (const uint4*)record + at.index;
+        float total0 = 0, total1 = 0;
+#pragma unroll
+        for (int set = 0; set < Base::SETS; set++) {
+            uint2 b = x.of_set(k + set * 128, at);
+            u32 pairs[4] = {Plain16<STEPS, false>::two_codes(b.x, 0), Plain16<STEPS, false>::two_codes(b.x, 2),
+                            Plain16<STEPS, false>::two_codes(b.y, 0), Plain16<STEPS, false>::two_codes(b.y, 2)};
+            float sums[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < Base::GROUPS; i++) {
+                uint4 u = codes[(set * Base::GROUPS + i) * 32];
+                u32 mask = at.of_set[i];
+                multiply_halves<false>(sums, front(u.x), front(u.y), back(u.x), back(u.y), pairs[0] & mask, pairs[1] & mask);
+                multiply_halves<false>(sums, front(u.z), front(u.w), back(u.z), back(u.w), pairs[2] & mask, pairs[3] & mask);
+            }
+            if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
+                float by = x.scales[(k >> 5) + set * 4 + at.t].x * 256.f;
+                int group = set * Base::GROUPS + at.t;
+                total0 = fmaf(scale_of(record, at.g, group, 0), by * fmaf(256.f, sums[0], sums[1]), total0);
+                total1 = fmaf(scale_of(record, at.g, group, 1), by * fmaf(256.f, sums[2], sums[3]), total1);
+            }
+        }
+        return make_float2(total0, total1);
+    }
+
+    static __device__ __forceinline__ float value(const u8* record, int row, int column) {
+        Place p(row, column);
+        u32 code = record[((p.step * 2 + p.group) * 32 + p.lane) * 16 + (p.e >> 2) * 8 + p.row * 4 + (p.e & 3)];
+        unsigned short bits = (code & 0x7f) << 7 | (code & 0x80) << 8;
+        return __fmul_rn(__half2float(*(const __half*)&bits) * 256.f, scale_of(record, row & 7, column >> 5, p.row));
+    }
+};
+template <int STEPS> using FP8 = Fp8<STEPS, false>;
+template <int STEPS> using MXFP8 = Fp8<STEPS, true>;
