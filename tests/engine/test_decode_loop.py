@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bytefloor.engine import decode_loop as decode_loop_module
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop
 from bytefloor.engine.device import DeviceExecutor
@@ -279,6 +280,16 @@ def test_an_exception_in_the_loop_loses_the_sequence_and_no_pages(make: Make, mo
     assert engine._looping is None
     assert [cache.length for cache in engine._prefixes._entries.values()] == [len(PROMPT)]
     assert ids_of(run(engine, request)) == healthy
+
+
+def test_a_sampler_whose_capture_failed_is_made_anew(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    request = Request(PROMPT, max_tokens=20, sampling=SAMPLED, ignores_end=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(decode_loop_module, "capture", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(engine, request)
+    assert ids_of(run(engine, request)) == ids_of(run(make(loops=False), request))
 
 
 def test_a_step_ahead_waits_where_pages_are_short(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return f"{architecture} {k}".encode()
 
     monkeypatch.setattr(kernels, "machine_code", machine_code)
-    monkeypatch.setattr(kernels, "Kernel", lambda kernel, code: (kernel, code))
+    monkeypatch.setattr(kernels, "Kernel", lambda kernel, code, overlaps: (kernel, code, overlaps))
     monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
     return found
 
@@ -49,10 +49,15 @@ def test_kernels_are_counted_as_they_are_done(compiled: list[str]) -> None:
     loaded = load_kernels(specs, "sm_90a", progress)
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert compiled[0] == "1"
-    assert {kernel: code for kernel, (_, code) in loaded.items()} == {
-        spec("unpack", 32, K=k): f"sm_90a {k}".encode() for k in range(3)
+    assert loaded == {
+        kernel: (kernel, f"sm_90a {k}".encode(), True) for k in range(3) for kernel in [spec("unpack", 32, K=k)]
     }
-    assert all(kernel == of for kernel, (of, _) in loaded.items())
+
+
+@pytest.mark.parametrize(("architecture", "overlaps"), [("sm_80", False), ("sm_89", False), ("sm_120a", True)])
+def test_kernels_overlap_from_hopper_on(compiled: list[str], architecture: str, overlaps: bool) -> None:
+    kernel = spec("unpack", 32, K=0)
+    assert load_kernels([kernel], architecture)[kernel][2] == overlaps
 
 
 def test_an_error_does_not_wait_for_kernels_not_begun(compiled: list[str]) -> None:

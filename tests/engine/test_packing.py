@@ -14,7 +14,7 @@ from bytefloor.engine import staging as staging_module
 from bytefloor.engine.packed import PackedWeights, chunks_of
 from bytefloor.engine.progress import LOADING, Silent
 from bytefloor.engine.staging import STAGING_BYTES, Staging
-from bytefloor.errors import FileError, ShapeError
+from bytefloor.errors import FileError, ShapeError, UnsupportedError
 from bytefloor.files.stored import StoredTensor
 from bytefloor.formats import get, stream
 from bytefloor.formats.finite import finite_rows
@@ -181,6 +181,75 @@ def test_parts_that_have_no_row_for_each_row_are_refused() -> None:
     weights.allocate()
     with pytest.raises(ShapeError, match=r"tensor t: part values has shape \[15, 512\], expected 16 rows"):
         weights.pack(Silent())
+
+
+def weight_of(name: str, seed: int, n: int, parts: dict[str, Tensor]) -> Weight:
+    n_bytes = sum(part.nbytes for part in parts.values())
+    return Weight(f"w{seed}", StoredTensor(f"tensor.{seed}", (n, K), name, get(name), n_bytes, lambda: parts))
+
+
+def pack_all(*group: Weight) -> Tensor:
+    weights = packed_weights(group)
+    weights.allocate()
+    weights.pack(Silent())
+    return weights.packed(group[0])
+
+
+def nvfp4_parts(seed: int, scale: float | None) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (32, K // 64, 36), generator=generator, dtype=torch.uint8)
+    blocks[..., :4] &= 0x3F
+    return {"blocks": blocks.flatten(1)} | ({} if scale is None else {"scale": torch.tensor([scale])})
+
+
+@pytest.mark.parametrize("scales", [(None, 3.0), (3.0, None)])
+def test_a_scale_that_only_one_of_gate_and_up_has_is_kept(scales: tuple[float | None, float | None]) -> None:
+    found = pack_all(*(weight_of("NVFP4", i, 32, nvfp4_parts(i, scale)) for i, scale in enumerate(scales)))
+    spelled = [1.0 if scale is None else scale for scale in scales]
+    assert torch.equal(found, pack_all(*(weight_of("NVFP4", i, 32, nvfp4_parts(i, s)) for i, s in enumerate(spelled))))
+    assert not torch.equal(found, pack_all(*(weight_of("NVFP4", i, 32, nvfp4_parts(i, None)) for i in range(2))))
+
+
+@pytest.mark.parametrize("shapes", [((32,), (32, 1)), ((32, 1), (1,)), ((1,), ())])
+def test_scales_of_gate_and_up_may_have_different_shapes(shapes: tuple[tuple[int, ...], ...]) -> None:
+    codes = torch.arange(32 * K, dtype=torch.int32).remainder(127).to(torch.uint8).view(32, K).view(torch.float8_e4m3fn)
+    name = "FP8-E4M3-row"
+
+    def packed(shapes: Sequence[tuple[int, ...]]) -> Tensor:
+        parts = ({"weight": codes, "weight_scale": torch.full(shape, 0.5 + i)} for i, shape in enumerate(shapes))
+        return pack_all(*(weight_of(name, i, 32, part) for i, part in enumerate(parts)))
+
+    assert torch.equal(packed(shapes), packed(((32, 1), (32, 1))))
+
+
+def test_rows_that_pad_are_zeros_where_a_divisor_scales() -> None:
+    parts = {
+        "weight_packed": torch.full((20, K // 2), 0x11, dtype=torch.uint8),
+        "weight_scale": torch.ones(20, K // 16).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.tensor([4.0]),
+    }
+    packed = pack_all(weight_of("NVFP4-compressed-tensors", 0, 20, parts))
+    form = stream.choose("NVFP4-compressed-tensors", 32, K)
+    multipliers = packed.view(32 // 16, K // form.columns, -1)[..., -64:].view(torch.float32).view(2, -1, 16)
+    assert multipliers[0].unique().tolist() == [0.25]
+    rows = multipliers[1].unique(dim=0)
+    assert rows.shape == (1, 16)
+    assert sorted(rows[0].tolist()) == [0.0] * 12 + [0.25] * 4
+
+
+def test_gate_and_up_of_different_formats_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"w0: gate and up have different formats: Q4_0, Q4_1"):
+        packed_weights([make_weight("Q4_0", 32, 0), make_weight("Q4_1", 32, 1)])
+
+
+def test_affine_scales_and_biases_of_different_types_are_refused() -> None:
+    parts = {
+        "weight": torch.zeros(32, K // 8, dtype=torch.uint32),
+        "scales": torch.ones(32, K // 64, dtype=torch.bfloat16),
+        "biases": torch.ones(32, K // 64, dtype=torch.float16),
+    }
+    with pytest.raises(UnsupportedError, match=r"tensor tensor.0: scales and biases of different types"):
+        packed_weights([weight_of("affine-4b-g64", 0, 32, parts)])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -93,14 +93,15 @@ class DecodeLoop:
             return self._sampler
         memory = self._trunk.memory
         takes_best = _takes_best(params) and self._trunk.banned_ids == frozenset(banned.tolist())
-        self._sampler, self._banned = DeviceSampler(params, banned, memory, takes_best), banned
+        made = DeviceSampler(params, banned, memory, takes_best)
         self._trunk.place(0, 1)
-        self._sample = capture(self._sampler.step, self._trunk.stream, memory.device)
-        n = self._sampler.n_record
+        sample = capture(made.step, self._trunk.stream, memory.device)
         pin = memory.device.type == "cuda"
-        rows = [torch.zeros(n, dtype=torch.float64, pin_memory=pin) for _ in range(N_AHEAD + 1)]
+        rows = [torch.zeros(made.n_record, dtype=torch.float64, pin_memory=pin) for _ in range(N_AHEAD + 1)]
+        # Together and last: a capture that fails leaves the one before, or none.
         self._slots = [_Slot(row, torch.cuda.Event()) for row in rows]
-        return self._sampler
+        self._sampler, self._banned, self._sample = made, banned, sample
+        return made
 
     @torch.inference_mode()
     def launch(self, shown: Batch | None) -> None:

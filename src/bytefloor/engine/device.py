@@ -17,7 +17,7 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
-from bytefloor.engine.kernels import ARCHITECTURES, load_kernels
+from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
@@ -59,14 +59,15 @@ class DeviceExecutor:
         progress = progress or Silent()
         fused = fuse_one_row(step)
         self.architecture = device_architecture(self.device)
-        self.weights = PackedWeights(fused, self.device)
         check_list(step)
         refuse_unproven(fused, self.device)
+        self.weights = PackedWeights(fused, self.device)
         launches, memory_plan = self._rehearse(fused)
         check_memory(memory_plan, progress, advice)
         unpacks = unpack_specs(step, self.weights)
         specs = [*(launch.kernel for launch in launches), *unpacks.values()]
-        kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
+        with current(self.device):
+            kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
         self._stream = torch.cuda.Stream(self.device)
         self._banned_ids = banned_ids
@@ -249,6 +250,8 @@ class DeviceExecutor:
             pool.fill_(float("nan"))
         for buffer in (*self._written, self._memory.logits):
             buffer.view(torch.int32).fill_(nan)
+        # A fill that came late would take back a parity that a running step has given.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
 def check_list(step: Step) -> None:

@@ -7,9 +7,12 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bytefloor.errors import KernelError
 
@@ -116,11 +119,12 @@ def machine_code(kernel: KernelSpec, architecture: str) -> bytes:
 class Kernel:
     """A loaded kernel. ``launch`` goes on any stream, captured or not."""
 
-    def __init__(self, kernel: KernelSpec, code: bytes) -> None:
+    def __init__(self, kernel: KernelSpec, code: bytes, overlaps: bool) -> None:
+        """overlaps: whether it may begin while the kernel before it runs, which chips before Hopper cannot."""
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
-        self.spec = kernel
+        self.spec, self._overlaps = kernel, overlaps
         self._module = ObjectCode.from_cubin(code)
         loaded = self._module.get_kernel(kernel.name)
         self._function = _checked(driver.cuKernelGetFunction(loaded.handle), kernel.name)
@@ -136,8 +140,8 @@ class Kernel:
     def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
         """arguments: tensors become pointers, None a null pointer, int a 32-bit int.
 
-        The launch is a programmatic dependent of what precedes it: the kernel itself waits before it reads anything
-        that the previous one writes.
+        The launch is a programmatic dependent of what precedes it: the kernel itself sees to it that what it reads has
+        been written, by the parity of the values or by waiting for the kernels before.
         """
         from cuda.bindings import driver
 
@@ -151,7 +155,8 @@ class Kernel:
         value = driver.CUlaunchAttributeValue()
         value.programmaticStreamSerializationAllowed = 1
         attribute.value = value
-        config.attrs, config.numAttrs = [attribute], 1
+        if self._overlaps:
+            config.attrs, config.numAttrs = [attribute], 1
         values = tuple(_argument(argument) for argument in arguments)
         types = tuple(ctypes.c_int if isinstance(argument, int) else ctypes.c_void_p for argument in arguments)
         _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), self.spec.name)
@@ -169,22 +174,29 @@ def _checked(result: tuple, name: str) -> Any:
     return result[1] if len(result) > 1 else None
 
 
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """The device that kernels are loaded for."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def load_kernels(
     specs: Sequence[KernelSpec], architecture: str, progress: Callable[[int, int], None] | None = None
 ) -> Mapping[KernelSpec, Kernel]:
     """Each distinct spec once, compiled on as many threads as there are cores. progress: (done, in all).
 
-    KernelError of the first that does not compile, without waiting for those not begun.
+    They belong to the current device. KernelError of the first that does not compile, without waiting for those not
+    begun.
     """
     import cuda.core  # noqa: F401  (imported here once: its first import is not safe from several threads)
 
     unique = list(dict.fromkeys(specs))
+    overlaps = int(architecture.removeprefix("sm_").rstrip("a")) >= 90
     loaded: dict[KernelSpec, Kernel] = {}
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         waiting = {pool.submit(machine_code, kernel, architecture): kernel for kernel in unique}
         try:
             for done in as_completed(waiting):
-                loaded[waiting[done]] = Kernel(waiting[done], done.result())
+                loaded[waiting[done]] = Kernel(waiting[done], done.result(), overlaps)
                 if progress is not None:
                     progress(len(loaded), len(unique))
         except BaseException:

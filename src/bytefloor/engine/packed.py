@@ -22,8 +22,8 @@ CHUNK_WEIGHTS = 1 << 25
 """Weights that are checked and packed at a time: bounds the scratch, and is enough work for a device at once."""
 BAND = 128
 """Rows that share a scale where scales stand for tiles of 128 x 128."""
-PACKING_BYTES_A_WEIGHT = 10
-"""Of intermediate tensors, at most, while a chunk is checked and packed: five copies of 16-bit weights."""
+PACKING_BYTES_A_WEIGHT = 11
+"""Of intermediate tensors, at most, while a chunk is checked and packed: copies of 16-bit weights, and masks."""
 Carry = Callable[[Sequence[Tensor]], AbstractContextManager[Sequence[Tensor]]]
 
 
@@ -37,6 +37,7 @@ class PackedWeights:
 
     def __init__(self, fused: Sequence[Fused], device: torch.device) -> None:
         self.device = device
+        self._forms: dict[int, stream.StreamForm] = {}
         self._products = [matrix(call) for f in fused if isinstance(f, FusedProduct) for call in f.products]
         self._groups = _find_groups(fused)
         self._places = {id(w): (id(group[0]), len(group), i) for group in self._groups for i, w in enumerate(group)}
@@ -47,9 +48,10 @@ class PackedWeights:
 
     def _room_for(self, group: Sequence[Weight]) -> Tensor:
         """Bytes for a group, not yet filled. UnsupportedError for gate and up of different formats."""
+        formats = {weight.stored.format_name for weight in group}
         forms = {self.form_of(weight).name for weight in group}
-        if len(forms) > 1:
-            names = ", ".join(sorted(forms))
+        if len(formats) > 1 or len(forms) > 1:
+            names = ", ".join(sorted(formats if len(formats) > 1 else forms))
             raise UnsupportedError(f"{group[0].name}: gate and up have different formats: {names}")
         n_rows = padded_rows(sum(weight.shape[0] for weight in group))
         n_bytes = self.form_of(group[0]).n_bytes(n_rows, group[0].shape[1])
@@ -65,9 +67,9 @@ class PackedWeights:
 
     def form_of(self, weight: Weight) -> stream.StreamForm:
         """The stream form of a matrix."""
-        n, k = weight.shape
-        scales = weight.stored.read()["scales"].dtype if weight.stored.format_name.startswith("affine") else None
-        return stream.choose(weight.stored.format_name, padded_rows(n), k, scales)
+        if id(weight) not in self._forms:
+            self._forms[id(weight)] = _choose_form(weight)
+        return self._forms[id(weight)]
 
     def _n_bytes(self, weights: Sequence[Weight]) -> int:
         return sum(self.form_of(w).n_bytes(padded_rows(w.shape[0]), w.shape[1]) for w in weights)
@@ -95,7 +97,7 @@ class PackedWeights:
         carry = self._carry()
         finite: list[tuple[Weight, Tensor]] = []
         for group in self._groups:
-            parts = [_checked_rows(weight, weight.stored.read()) for weight in group]
+            parts = _with_same_names([_checked_rows(weight, weight.stored.read()) for weight in group])
             flags = [torch.ones(weight.shape[0], dtype=torch.bool, device=self.device) for weight in group]
             n_bytes = sum(weight.n_bytes for weight in group)
             for first, stop in chunks_of(group):
@@ -144,6 +146,20 @@ class PackedWeights:
         """(packed bytes, step, offset): row i of the matrix is row step * i + offset of what is packed."""
         key, n_members, place = self._places[id(weight)]
         return self._packed[key], n_members, place
+
+
+def _choose_form(weight: Weight) -> stream.StreamForm:
+    """The form for a matrix; the parts are looked at where the format leaves the dtype of scales open."""
+    n, k = weight.shape
+    stored = weight.stored
+    scales = None
+    if stored.format_name.startswith("affine"):
+        parts = stored.read()
+        scales = parts["scales"].dtype
+        if parts["biases"].dtype != scales:
+            found = f"{scales} and {parts['biases'].dtype}"
+            raise UnsupportedError(f"tensor {stored.name}: scales and biases of different types ({found})")
+    return stream.choose(stored.format_name, padded_rows(n), k, scales)
 
 
 def _find_groups(fused: Sequence[Fused]) -> list[list[Weight]]:
@@ -207,10 +223,16 @@ def _checked_rows(weight: Weight, parts: dict[str, Tensor]) -> dict[str, Tensor]
 
 def _for_each_row(name: str, part: Tensor, n: int) -> Tensor:
     if part.numel() == 1 and n > 1:
-        return part.reshape(1).expand(n)
+        return part.reshape(1, 1).expand(n, 1)
     if name == "weight_scale_inv" and part.shape[0] == -(-n // BAND):
         return part.repeat_interleave(BAND, dim=0)[:n]
-    return part
+    return part.reshape(n, 1) if part.dim() == 1 and part.shape[0] == n else part
+
+
+def _with_same_names(members: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """A scale that one matrix of a group has and another has not is 1 there."""
+    rows = {name: part for parts in members for name, part in parts.items()}
+    return [{name: parts[name] if name in parts else torch.ones_like(rows[name]) for name in rows} for parts in members]
 
 
 def _finite_rows(weight: Weight, parts: dict[str, Tensor], first: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bytefloor.engine.kernels import load_kernels, spec
+from bytefloor.engine.kernels import current, load_kernels, spec
 from bytefloor.errors import UnsupportedError
 
 MOST_BYTES = 8 << 30
@@ -43,7 +43,8 @@ def _measure_cuda(device: torch.device) -> StreamLimit:
     out = torch.zeros(1, dtype=torch.int32, device=device)
     kernel = spec("read", THREADS, THREADS=THREADS)
     try:
-        loaded = load_kernels([kernel], device_architecture(device))[kernel]
+        with current(device):
+            loaded = load_kernels([kernel], device_architecture(device))[kernel]
     except UnsupportedError as error:
         notice = f"{error}; the stream limit is that of torch's sum, which may be low, so shares may be high"
         return StreamLimit(_best_gb_s(device, n_bytes, words.sum), notice)

@@ -107,7 +107,8 @@ def _pack_nvfp4(format_name: str, steps: int) -> Callable[[Parts], Tensor]:
             scales, whole = parts[scales_name].contiguous().view(torch.uint8), parts.get(whole_name)
         multiplier = torch.ones(1, device=codes.device) if whole is None else whole.float().reshape(-1)
         if format_name == "NVFP4-compressed-tensors" and whole is not None:
-            multiplier = multiplier.reciprocal()
+            # 0 is a row that pads: a file with such a divisor has been refused.
+            multiplier = torch.where(multiplier == 0, multiplier, multiplier.reciprocal())
         beside = multiplier.view(-1, 1, 1).expand(n, codes.shape[1] // (2 * steps), 1).contiguous().view(torch.uint8)
         return join(selectors(per_lane(codes, steps)), per_half(scales, steps), by_row(beside))
 

@@ -178,7 +178,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (run >= band.n_runs) return;
     auto page_of = [=](int tile) { return table[(tile * TILE / PAGE) % n_table]; };
     int tile = band.first_tile + run * band.tiles_a_run, tile_end = min(tile + band.tiles_a_run, band.first_tile + band.n_tiles);
-    bool has_new = OWNS_KV && tile_end == band.first_tile + band.n_tiles;
+    bool is_last = tile_end == band.first_tile + band.n_tiles, has_new = OWNS_KV && is_last;
+    // Pages carry no parity: the new position of another layer's cache is there when the kernels before are done.
+    if (!OWNS_KV && is_last) wait_for_previous();
     int new_page = page_of(position / TILE);
     // The first tiles on their way, while the last stage is still needed for queries.
 #pragma unroll

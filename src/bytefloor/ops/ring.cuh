@@ -80,14 +80,15 @@ __device__ __forceinline__ void leave_slot(u64* full, int lane) {
 
 // Programmatic dependent launch: what stands before wait_for_previous may run while the previous kernel still does.
 __device__ __forceinline__ void wait_for_previous() {
-#if BULK
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// At once: the next kernel comes as soon as there is room, fills its ring and waits for values, not for kernels. Shared memory
-// has room for two blocks, so no more than two kernels of a chain are on a multiprocessor.
+// At once: the next kernel comes as soon as there is room, fills its ring and waits for values, not for kernels. Where grids
+// are smaller than the card, several of a chain may be there at a time: what one reads of another has to carry a parity or a
+// tag, or to be read behind wait_for_previous, which also waits for all kernels before that one.
 __device__ __forceinline__ void let_next_start() {
-#if BULK
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

@@ -18,7 +18,7 @@ import torch
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.kernels import load_kernels
+from bytefloor.engine.kernels import current, load_kernels
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.packed import matrix, padded_rows
 from bytefloor.engine.planner import Launch
@@ -291,7 +291,8 @@ def _run_a_token(executor: DeviceExecutor) -> None:
 
 def time_launches(launches: Sequence[Launch], architecture: str, device: torch.device, repeats: int) -> list[float]:
     """Microseconds a launch, of each of several replays of one graph of many."""
-    kernels = load_kernels([launch.kernel for launch in launches], architecture)
+    with current(device):
+        kernels = load_kernels([launch.kernel for launch in launches], architecture)
     n_rounds = math.ceil(LEAST_LAUNCHES / len(launches))
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
