@@ -32,6 +32,12 @@ __device__ __forceinline__ int byte_of(u32 word, int which) { return (int)__byte
 
 __device__ __forceinline__ float half_as_float(const u8* p) { return __half2float(*(const __half*)p); }
 
+// Moved into a half, an E4M3 code is 2^-8 of its value.
+__device__ __forceinline__ float e4m3_as_float(u32 code) {
+    unsigned short bits = (code & 0x7f) << 7 | (code & 0x80) << 8;
+    return __half2float(*(const __half*)&bits) * 256.f;
+}
+
 struct Lane {  // who this lane is, and which groups its column of activations belongs to
     int index, g, t;
     u32 of_set[4];   // all ones for the group of a set that column g stands for
@@ -89,6 +95,18 @@ __device__ __forceinline__ u32 upper(u32 plane, int run) {
     return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
 }
 
+// The two groups of a step, of 4-bit codes or with a fifth bit.
+template <bool HAS_FIFTH>
+__device__ __forceinline__ void multiply_step(Sums (&sums)[2], uint4 u, u32 plane, uint2 x, u32 mask0, u32 mask1) {
+    if (HAS_FIFTH) {
+        multiply_more(sums[0], u.x, u.y, fifth(plane, 0), fifth(plane, 1), fifth(plane, 2), fifth(plane, 3), x, mask0);
+        multiply_more(sums[1], u.z, u.w, fifth(plane, 4), fifth(plane, 5), fifth(plane, 6), fifth(plane, 7), x, mask1);
+    } else {
+        multiply4(sums[0], u.x, u.y, x, mask0);
+        multiply4(sums[1], u.z, u.w, x, mask1);
+    }
+}
+
 __device__ __forceinline__ u32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 struct Place {  // where an element of a record stands
@@ -122,15 +140,7 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
             for (int half = 0; half < 2; half++) {
                 int step = set * 2 + half;
                 uint4 u = codes[step * 32];
-                if (HAS_FIFTH) {
-                    u32 h = word_of(planes, step);
-                    multiply_more(halves[0], u.x, u.y, fifth(h, 0), fifth(h, 1), fifth(h, 2), fifth(h, 3), b, at.of_set[2 * half]);
-                    multiply_more(halves[1], u.z, u.w, fifth(h, 4), fifth(h, 5), fifth(h, 6), fifth(h, 7), b,
-                                  at.of_set[2 * half + 1]);
-                } else {
-                    multiply4(halves[0], u.x, u.y, b, at.of_set[2 * half]);
-                    multiply4(halves[1], u.z, u.w, b, at.of_set[2 * half + 1]);
-                }
+                multiply_step<HAS_FIFTH>(halves, u, word_of(planes, step), b, at.of_set[2 * half], at.of_set[2 * half + 1]);
             }
             Sums sums = halves[0] + halves[1];
             // Scale times sum is exact: 63 * 31 * 32 * 32512 is below 2^31.
@@ -220,15 +230,8 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
             for (int half = 0; half < Base::GROUPS / 2; half++) {
                 int step = set * 2 + half;
                 uint4 u = codes[step * 32];
-                if (HAS_FIFTH) {
-                    u32 h = ((const u32*)(record + HIGH))[step * 32 + at.index];
-                    multiply_more(halves[0], u.x, u.y, fifth(h, 0), fifth(h, 1), fifth(h, 2), fifth(h, 3), b, at.of_set[2 * half]);
-                    multiply_more(halves[1], u.z, u.w, fifth(h, 4), fifth(h, 5), fifth(h, 6), fifth(h, 7), b,
-                                  at.of_set[2 * half + 1]);
-                } else {
-                    multiply4(halves[0], u.x, u.y, b, at.of_set[2 * half]);
-                    multiply4(halves[1], u.z, u.w, b, at.of_set[2 * half + 1]);
-                }
+                u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[step * 32 + at.index] : 0;
+                multiply_step<HAS_FIFTH>(halves, u, plane, b, at.of_set[2 * half], at.of_set[2 * half + 1]);
             }
             Sums sums = halves[0] + halves[1];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {

@@ -193,8 +193,7 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         u32 code = record[((p.step * 2 + p.group) * 32 + p.lane) * 16 + (p.e >> 2) * 8 + p.row * 4 + (p.e & 3)];
-        unsigned short bits = (code & 0x7f) << 7 | (code & 0x80) << 8;
-        return __fmul_rn(__half2float(*(const __half*)&bits) * 256.f, scale_of(record, row & 7, column >> 5, p.row));
+        return __fmul_rn(e4m3_as_float(code), scale_of(record, row & 7, column >> 5, p.row));
     }
 };
 template <int STEPS> using FP8 = Fp8<STEPS, false>;

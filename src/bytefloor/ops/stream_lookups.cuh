@@ -33,6 +33,18 @@ struct FloatScale {  // halved
     static __device__ __forceinline__ float load(const u8* p) { return *(const float*)p * 0.5f; }
 };
 
+// Of the GROUPS of a set, whose codes begin at this lane's first.
+template <typename TABLE, int GROUPS> __device__ __forceinline__ Sums looked_up_sums(const uint4* codes, uint2 x, const Lane& at) {
+    Sums halves[2];
+#pragma unroll
+    for (int half = 0; half < GROUPS / 2; half++) {
+        uint4 u = codes[half * 32];
+        multiply_looked_up<TABLE>(halves[0], u.x, u.y, x, at.of_set[2 * half]);
+        multiply_looked_up<TABLE>(halves[1], u.z, u.w, x, at.of_set[2 * half + 1]);
+    }
+    return halves[0] + halves[1];
+}
+
 template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_ZERO> struct Looked : Stepped<STEPS> {
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 512 * STEPS, GROUPS_A_ROW = Base::COLUMNS / GROUP, BYTES = SCALES + 16 * GROUPS_A_ROW * SCALE::BYTES;
@@ -43,14 +55,7 @@ template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_Z
 #pragma unroll
         for (int set = 0; set < Base::SETS; set++) {
             uint2 b = x.of_set(k + set * 128, at);
-            Sums halves[2];
-#pragma unroll
-            for (int half = 0; half < Base::GROUPS / 2; half++) {
-                uint4 u = codes[(set * 2 + half) * 32];
-                multiply_looked_up<TABLE>(halves[0], u.x, u.y, b, at.of_set[2 * half]);
-                multiply_looked_up<TABLE>(halves[1], u.z, u.w, b, at.of_set[2 * half + 1]);
-            }
-            Sums sums = halves[0] + halves[1];
+            Sums sums = looked_up_sums<TABLE, Base::GROUPS>(codes + set * 64, b, at);
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
                 const u8* scale = record + SCALES + (at.g * GROUPS_A_ROW + (set * Base::GROUPS + at.t) * 32 / GROUP) * 2 * SCALE::BYTES;
                 float by = x.scales[(k >> 5) + set * 4 + at.t].x;
@@ -84,14 +89,7 @@ struct IQ4_XS {  // d (sc table[code]), sc an int8 for each 32
 #pragma unroll
         for (int set = 0; set < 2; set++) {
             uint2 b = x.of_set(k + set * 128, at);
-            Sums halves[2];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                uint4 u = codes[(set * 2 + half) * 32];
-                multiply_looked_up<IQ4>(halves[0], u.x, u.y, b, at.of_set[2 * half]);
-                multiply_looked_up<IQ4>(halves[1], u.z, u.w, b, at.of_set[2 * half + 1]);
-            }
-            Sums sums = halves[0] + halves[1];
+            Sums sums = looked_up_sums<IQ4, 4>(codes + set * 64, b, at);
             float by = x.scales[(k >> 5) + set * 4 + at.t].x;
             u32 pair = scales >> 16 * set;
             total0 = fmaf((float)(i8)pair, by * (float)sums.row0(), total0);
@@ -114,11 +112,6 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 512 * STEPS, WHOLE = SCALES + 64 * STEPS, BYTES = WHOLE + 64;
 
-    static __device__ __forceinline__ float scale_of(u32 code) {  // moved into a half it is 2^-8 of its value
-        unsigned short bits = (code & 0x7f) << 7 | (code & 0x80) << 8;
-        return __half2float(*(const __half*)&bits) * 256.f;
-    }
-
     static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         const u8* scales = record + SCALES + at.index * 2 * STEPS;
@@ -131,8 +124,8 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
             Sums sums;
             multiply_looked_up<E2M1>(sums, u.x, u.y, b, at.of_step[0]);
             multiply_looked_up<E2M1>(sums, u.z, u.w, b, at.of_step[1]);
-            total0 = fmaf(scale_of(scales[2 * step]), by * (float)sums.row0(), total0);
-            total1 = fmaf(scale_of(scales[2 * step + 1]), by * (float)sums.row1(), total1);
+            total0 = fmaf(e4m3_as_float(scales[2 * step]), by * (float)sums.row0(), total0);
+            total1 = fmaf(e4m3_as_float(scales[2 * step + 1]), by * (float)sums.row1(), total1);
         }
         float2 whole = ((const float2*)(record + WHOLE))[at.g];
         return make_float2(0.5f * whole.x * total0, 0.5f * whole.y * total1);
@@ -142,7 +135,7 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
         Place p(row, column);
         int code = code_to_look_up(record, p), lane = (row & 7) * 4 + (column >> 4 & 3);
         float table = HAS_MINUS_ZERO && code == 8 ? -0.f : 0.5f * (float)looked_up<E2M1>(code);
-        float grouped = __fmul_rn(table, scale_of(record[SCALES + lane * 2 * STEPS + 2 * p.step + p.row]));
+        float grouped = __fmul_rn(table, e4m3_as_float(record[SCALES + lane * 2 * STEPS + 2 * p.step + p.row]));
         return __fmul_rn(grouped, ((const float*)(record + WHOLE))[(row & 7) * 2 + p.row]);
     }
 };
