@@ -20,8 +20,6 @@ AFFINE = tuple(f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for gro
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 FP8 = ("FP8-E4M3-row", "FP8-E4M3-tensor", "FP8-E4M3-128x128", "mlx-mxfp8")
 NAMES = (*K_QUANTS, *FP8, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *lookups.NAMES, *AFFINE)
-SCALES = {**finite.SCALE_OFFSETS, "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
-"""Where a block's fp16 scales stand."""
 COLUMNS = (64, 128, 256, 512)
 """One, two and four steps a record, and two records."""
 
@@ -80,7 +78,7 @@ def random_parts(name: str, k: int) -> dict[str, torch.Tensor]:
         blocks[..., : 1 if name == "MXFP4" else 4] %= 127
         scale = {"scale": torch.tensor([0.37])} if name == "NVFP4" else {}
         return {"blocks": blocks.flatten(1), **scale}
-    for offset in SCALES[name]:
+    for offset in finite.SCALE_OFFSETS[name]:
         scale = torch.randn(16, k // record.block, 1, generator=generator).half()
         blocks[..., offset : offset + 2] = scale.view(torch.uint8)
     return {"blocks": blocks.flatten(1)}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.device_sampler import DeviceSampler, supports
+from bytefloor.engine.device_sampler import DeviceSampler, is_adjusted, supports
 from bytefloor.engine.planner import DeviceMemory
 from bytefloor.engine.sampler import Sampled, Sampler
 from bytefloor.engine.sampling_params import SamplingParams
@@ -92,7 +92,10 @@ class DecodeLoop:
         if self._sampler is not None and self._sampler.params == params and np.array_equal(self._banned, banned):
             return self._sampler
         memory = self._trunk.memory
-        takes_best = _takes_best(params) and self._trunk.banned_ids == frozenset(banned.tolist())
+        # Greedy, and nothing changes a logit: the logits kernel has the answer.
+        takes_best = (
+            params.is_greedy and not is_adjusted(params) and self._trunk.banned_ids == frozenset(banned.tolist())
+        )
         made = DeviceSampler(params, banned, memory, takes_best)
         self._trunk.place(0, 1)
         sample = capture(made.step, self._trunk.stream, memory.device)
@@ -137,14 +140,6 @@ class DecodeLoop:
         """Forget what is under way. It may still run, but whatever comes later comes later on the same stream."""
         self._under_way.clear()
         self._host = None
-
-
-def _takes_best(params: SamplingParams) -> bool:
-    """Greedy, and nothing changes a logit: the logits kernel has the answer."""
-    neutral = SamplingParams()
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    is_bare = not params.logit_bias and all(getattr(params, name) == getattr(neutral, name) for name in penalties)
-    return params.is_greedy and is_bare
 
 
 def capture(work: Callable[[], None], stream: torch.cuda.Stream, device: torch.device) -> Callable[[], None]:

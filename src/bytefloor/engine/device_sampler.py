@@ -60,6 +60,21 @@ def supports(params: SamplingParams) -> bool:
     return params.dry_multiplier == 0
 
 
+def repeats(params: SamplingParams) -> bool:
+    """Whether a token that has been there counts for less, however often it has."""
+    return params.penalty_window != 0 and params.repetition_penalty != 1
+
+
+def counts(params: SamplingParams) -> bool:
+    """Whether a token counts for less that has been there, or has been there often."""
+    return params.penalty_window != 0 and (params.presence_penalty != 0 or params.frequency_penalty != 0)
+
+
+def is_adjusted(params: SamplingParams) -> bool:
+    """Whether anything but a ban changes a logit."""
+    return repeats(params) or counts(params) or bool(params.logit_bias)
+
+
 class DeviceSampler:
     """One request's sampler on the device of ``memory``, for logits that the step before has left there.
 
@@ -74,10 +89,7 @@ class DeviceSampler:
         self.params, self._memory, self._takes_best = params, memory, takes_best
         self._device = memory.device
         self._n_vocabulary = memory.logits.shape[0]
-        has_window = params.penalty_window != 0
-        self._repeats = has_window and params.repetition_penalty != 1
-        self._counts = has_window and (params.presence_penalty != 0 or params.frequency_penalty != 0)
-        self._is_adjusted = bool(self._repeats or self._counts or params.logit_bias)
+        self._repeats, self._counts, self._is_adjusted = repeats(params), counts(params), is_adjusted(params)
         self._allocate(banned_ids)
         n_rows = memory.plan.capacity + 1
         self._uniforms = self._floats(n_rows, 2)

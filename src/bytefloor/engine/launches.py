@@ -96,11 +96,13 @@ def plan_product(
     slots_an_item = ceil_div(n_records, SLOT_RECORDS)
     groups = PRODUCT_WARPS // SLOT_RECORDS
 
+    def n_buffers(n_slots: int) -> int:
+        return ceil_div(n_slots, slots_an_item) + 2
+
     def shared_bytes(n_slots: int) -> int:
-        buffers = ceil_div(n_slots, slots_an_item) + 2
         activations = 2 * part_columns + part_columns // 32 * 16
         ring = n_slots * (SLOT_RECORDS * record_bytes + 24)
-        return ring + activations + buffers * (n_records * ROWS * 4 + 20) + 2 * PRODUCT_WARPS * 4
+        return ring + activations + n_buffers(n_slots) * (n_records * ROWS * 4 + 20) + 2 * PRODUCT_WARPS * 4
 
     fitting = [n for n in range(groups, MOST_SLOTS + 1) if shared_bytes(n) <= card.block_bytes]
     if not fitting:
@@ -129,10 +131,10 @@ def plan_product(
         GLU=activation,
         FACTOR=fused.factor is not None,
         SLOTS=n_slots,
-        BUFFERS=ceil_div(n_slots, slots_an_item) + 2,
+        BUFFERS=n_buffers(n_slots),
         BLOCKS=blocks_a_part * parts,
         STATIC_ITEMS=min(n_slots // slots_an_item, n_tiles // blocks_a_part),
-        INTERLEAVE=4 if fused.glu is not None and fused.factor is None and n_tiles % 4 == 0 else 1,
+        INTERLEAVE=4 if fused.is_pair and n_tiles % 4 == 0 else 1,
         EPS=float(eps),
     )
     return ProductLaunch(kernel, blocks_a_part * parts, parts)

@@ -91,7 +91,7 @@ class PackedWeights:
     def pack(self, progress: Progress) -> None:
         """Read every matrix chunk by chunk, pack each on the device; refuse values that are not finite.
 
-        Nothing waits for the device before all is packed: which rows are finite stays there until then.
+        Which rows are finite stays on the device until all is packed.
         """
         total, done = sum(w.n_bytes for group in self._groups for w in group), 0
         carry = self._carry()
@@ -168,8 +168,7 @@ def _find_groups(fused: Sequence[Fused]) -> list[list[Weight]]:
     for part in fused:
         if isinstance(part, FusedProduct):
             weights = [matrix(call) for call in part.products]
-            are_alternate = part.glu is not None and part.factor is None
-            groups += [weights] if are_alternate else [[weight] for weight in weights]
+            groups += [weights] if part.is_pair else [[weight] for weight in weights]
         elif isinstance(part, FusedEmbed):
             groups.append([matrix(part.call, "table")])
         elif isinstance(part, FusedPerLayer):

@@ -170,8 +170,7 @@ class LaunchPlanner:
     def _product(self, fused: FusedProduct) -> Launch:
         weights = [matrix(call) for call in fused.products]
         k = weights[0].shape[1]
-        is_pair = fused.glu is not None and fused.factor is None
-        if is_pair:
+        if fused.is_pair:
             segments, packed = (
                 [Segment(self.weights.form_of(weights[0]), 2 * weights[0].shape[0])],
                 [self.weights.packed(weights[0])],
@@ -183,7 +182,7 @@ class LaunchPlanner:
         eps = norm.attributes["eps"] if norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
         plan = plan_product(fused, segments, k, delta_planes, eps, self.card)
-        n_out = sum(segment.n for segment in segments) // (2 if is_pair else 1)
+        n_out = sum(segment.n for segment in segments) // (2 if fused.is_pair else 1)
         out = self._floats(plan.planes * n_out)
         residual = self._floats(k) if fused.has_delta else None
         is_first = self.result is None  # nothing but the embedded token is there yet

@@ -1,7 +1,7 @@
 """Which rows of a stored matrix decode to finite numbers, without decoding where the bytes alone can tell.
 
 A block of a GGUF type decodes to products of small codes and its fp16 scales, which float32 cannot overflow: a row is
-finite exactly when its scales are. Nothing here waits for a device.
+finite exactly when its scales are. Only formats that are decoded (MLX affine, FP4, MX and NVFP4) wait for the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from bytefloor.formats.record import Parts, QuantFormat
 
 SCALE_OFFSETS: dict[str, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 """Where a block's fp16 scales stand."""
 PLAIN = ("F32", "F16", "BF16")

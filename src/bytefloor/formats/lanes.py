@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bytefloor.errors import UnsupportedError
 from bytefloor.formats.record import Parts
 
 ROWS = 16
@@ -52,6 +53,19 @@ def per_lane(codes: Tensor, steps: int) -> Tensor:
     return split.permute(0, 3, 4, 2, 6, 5, 1, 7).flatten(3, 4)
 
 
+def steps_a_record(format_name: str, k: int, group: int = 1) -> int:
+    """As many steps of 64 columns as K allows, up to four, that hold whole groups.
+
+    UnsupportedError where there is none.
+    """
+    steps = next((n for n in (4, 2, 1) if k % (STEP * n) == 0 and STEP * n % group == 0), None)
+    if steps is None:
+        raise UnsupportedError(
+            f"{format_name}: {k} columns are not a multiple of {max(STEP, group)}, which a stream record has"
+        )
+    return steps
+
+
 def per_set(scales: Tensor, groups: int) -> Tensor:
     """uint8 [N, K / 32, bytes] -> [tiles, sets, 8 g, groups, 2 rows, bytes]: lane 4 g + t scales group t of a set."""
     n, per_row, n_bytes = scales.shape
@@ -63,6 +77,11 @@ def low_nibbles(owned: Tensor) -> Tensor:
     """uint8 [..., 8] codes -> uint8 [..., 4]: their low four bits in the word order above."""
     low = (owned & 15).unflatten(-1, (2, 4))
     return low[..., 0, :] | low[..., 1, :] << 4
+
+
+def whole_bytes(owned: Tensor) -> Tensor:
+    """Codes of a byte as a tensor core takes them: a lane's first four of both rows of a group, then the others."""
+    return owned.unflatten(-1, (2, 4)).permute(0, 1, 2, 4, 3, 6, 5, 7)
 
 
 def bit_plane(bits: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bytefloor.errors import UnsupportedError
 from bytefloor.formats.blocks import nibbles
 from bytefloor.formats.lanes import (
     ROWS,
@@ -25,6 +24,7 @@ from bytefloor.formats.lanes import (
     per_half,
     per_lane,
     selectors,
+    steps_a_record,
 )
 from bytefloor.formats.record import Parts
 
@@ -49,9 +49,7 @@ def lookup_form(format_name: str, k: int) -> StreamForm:
     if format_name == "IQ4_XS":
         return StreamForm("IQ4_XS", 256, 2048 + 128 + 32, _pack_iq4_xs)
     _, _, group, scale_bytes = _PAIRS.get(format_name, ("", "", 32, 2 if format_name == "IQ4_NL" else 1))
-    steps = next((n for n in (4, 2, 1) if k % (STEP * n) == 0 and STEP * n % group == 0), None)
-    if steps is None:
-        raise UnsupportedError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
+    steps = steps_a_record(format_name, k, group)
     columns = STEP * steps
     code_bytes = ROWS * columns // 2
     if format_name == "NVFP4" or format_name in _NVFP4:

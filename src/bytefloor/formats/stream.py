@@ -30,6 +30,8 @@ from bytefloor.formats.lanes import (
     per_half,
     per_lane,
     per_set,
+    steps_a_record,
+    whole_bytes,
 )
 from bytefloor.formats.record import Parts
 
@@ -44,10 +46,6 @@ def choose(format_name: str, n: int, k: int, scales: torch.dtype | None = None) 
     if format_name in _K_QUANTS:
         return _K_QUANTS[format_name]
     if format_name in _LEGACY or format_name in _PLAIN:
-        if k % STEP:
-            raise UnsupportedError(
-                f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has"
-            )
         return _stepped_form(format_name, k)
     if affine := re.fullmatch(r"affine-(\d)b-g(\d+)", format_name):
         return _affine_form(format_name, int(affine[1]), int(affine[2]), k, scales)
@@ -117,8 +115,7 @@ def _pack_legacy(format_name: str, steps: int) -> Callable[[Parts], Tensor]:
         sets = per_set(blocks[..., :n_scale_bytes], groups)
         scales = sets.unflatten(1, (-1, 2 * steps // groups))
         if format_name == "Q8_0":
-            owned = per_lane(blocks[..., 2:], steps).unflatten(-1, (2, 4))
-            return join(owned.permute(0, 1, 2, 4, 3, 6, 5, 7), scales)
+            return join(whole_bytes(per_lane(blocks[..., 2:], steps)), scales)
         codes = nibbles(blocks[..., n_head:]).flatten(-2)
         planes = [low_nibbles(per_lane(codes, steps))]
         if has_fifth:
@@ -183,21 +180,20 @@ def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
 def _stepped_form(format_name: str, k: int) -> StreamForm:
     """As many steps a record as K allows, up to four: longer records are cheaper to fetch. Of 16 bits, one."""
     if format_name in _PLAIN:
+        steps_a_record(format_name, k)
         return StreamForm(f"{format_name}<1>", STEP, 2048, _pack_plain(1))
-    steps = next(steps for steps in (4, 2, 1) if k % (STEP * steps) == 0)
+    steps = steps_a_record(format_name, k)
     name = f"{format_name}<{steps}>"
     _, n_scale_bytes, has_fifth = _LEGACY[format_name]
-    per_lane = (32 if format_name == "Q8_0" else 16) + (4 if has_fifth else 0) + n_scale_bytes
-    return StreamForm(name, STEP * steps, 32 * steps * per_lane, _pack_legacy(format_name, steps))
+    lane_bytes = (32 if format_name == "Q8_0" else 16) + (4 if has_fifth else 0) + n_scale_bytes
+    return StreamForm(name, STEP * steps, 32 * steps * lane_bytes, _pack_legacy(format_name, steps))
 
 
 def _affine_form(format_name: str, bits: int, group: int, k: int, scales: torch.dtype | None) -> StreamForm:
     """Scales and biases stay in the file's 16 bits."""
     if scales not in (torch.bfloat16, torch.float16):
         raise UnsupportedError(f"{format_name}: no stream form for scales of {scales}, only for bfloat16 and float16")
-    steps = next((n for n in (4, 2, 1) if k % (STEP * n) == 0 and STEP * n % group == 0), None)
-    if steps is None:
-        raise UnsupportedError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
+    steps = steps_a_record(format_name, k, group)
     name = f"Affine<{bits}, {steps}, {group}, {str(scales == torch.bfloat16).lower()}>"
     code_bytes = ROWS * STEP * steps * bits // 8
     scale_bytes = ROWS * (STEP * steps // group) * 4
@@ -213,8 +209,7 @@ def _pack_affine(bits: int, group: int, steps: int) -> Callable[[Parts], Tensor]
         codes = unpack_codes(stored.view(n, -1), bits).view(n, -1, 32)
         planes = []
         if bits == 8:
-            owned = per_lane(codes ^ 128, steps).unflatten(-1, (2, 4))
-            planes.append(owned.permute(0, 1, 2, 4, 3, 6, 5, 7))
+            planes.append(whole_bytes(per_lane(codes ^ 128, steps)))
         elif bits >= 4:
             planes.append(low_nibbles(per_lane(codes, steps)))
         if bits in (2, 3, 6):
@@ -233,9 +228,7 @@ _FP8 = {"FP8-E4M3-row": "weight_scale", "FP8-E4M3-tensor": "weight_scale", "FP8-
 
 def _fp8_form(format_name: str, k: int) -> StreamForm:
     """A record lies in one tile of 128 columns, so that a row of it has one scale."""
-    if k % STEP:
-        raise UnsupportedError(f"{format_name}: {k} columns are not a multiple of {STEP}, which a stream record has")
-    steps = 2 if k % (2 * STEP) == 0 else 1
+    steps = min(2, steps_a_record(format_name, k))
     is_mx = format_name == "mlx-mxfp8"
     scale_bytes = ROWS * 2 * steps if is_mx else ROWS * 4
     pack = _pack_fp8("scales" if is_mx else _FP8[format_name], steps, is_mx)
@@ -246,7 +239,7 @@ def _pack_fp8(scales_name: str, steps: int, is_mx: bool) -> Callable[[Parts], Te
     def pack(parts: Parts) -> Tensor:
         stored, scales = parts["weight"].contiguous().view(torch.uint8), parts[scales_name]
         n, k = stored.shape
-        owned = per_lane(stored.view(n, -1, 32), steps).unflatten(-1, (2, 4)).permute(0, 1, 2, 4, 3, 6, 5, 7)
+        owned = whole_bytes(per_lane(stored.view(n, -1, 32), steps))
         if is_mx:
             return join(owned, per_group(scales.contiguous().view(torch.uint8)[..., None], 2 * steps))
         tiles = torch.arange(k // (STEP * steps), device=stored.device) * STEP * steps // 128

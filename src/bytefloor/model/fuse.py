@@ -46,6 +46,11 @@ class FusedProduct:
     replaces: tuple[OpCall, ...]
     factor: OpCall | None = None
 
+    @property
+    def is_pair(self) -> bool:
+        """Gate and up, which are one matrix with rows by turns."""
+        return self.glu is not None and self.factor is None
+
 
 @dataclass(frozen=True)
 class FusedPerLayer:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bytefloor import ops
 from bytefloor.model.weights import Weight
-from bytefloor.ops.op import ITEM_BYTES, Axis, Op, Sizes, n_elements
+from bytefloor.ops.op import Axis, Op, Sizes
 
 STORAGE_BYTES = {"float32": 4, "bf16": 2}
 INPUTS: dict[str, tuple[Axis, ...]] = {
@@ -98,16 +98,6 @@ class OpCall:
     def cache_bytes(self, sizes: Sizes) -> int:
         """Bytes of the cache that this call reads or writes."""
         return 0 if self.op.cache_bytes is None else self.op.cache_bytes(self.bind(sizes), self.attributes)
-
-    def activation_bytes(self, sizes: Sizes) -> int:
-        """Bytes of buffers in and out; a view moves none."""
-        if self.op.name == "view":
-            return 0
-        buffers = [operand for operand in self.operands.values() if isinstance(operand, Buffer)]
-        if self.output is not None:
-            buffers.append(self.output)
-        known = [b for b in buffers if not b.name.startswith("table.")]
-        return sum(ITEM_BYTES[buffer.dtype] * n_elements(buffer.shape, sizes) for buffer in known)
 
 
 @dataclass(frozen=True)
