@@ -35,6 +35,11 @@ def random_parts(name: str, n: int, k: int, seed: int) -> dict[str, Tensor]:
     if name.startswith("FP8"):
         assert record.encode is not None
         return record.encode(torch.randn(n, k, generator=generator, device="cuda"))
+    if name == "mlx-mxfp8":
+        codes = torch.randint(0, 127, (n, k), generator=generator, device="cuda", dtype=torch.uint8)
+        codes |= torch.randint(0, 2, (n, k), generator=generator, device="cuda", dtype=torch.uint8) << 7
+        scales = torch.randint(100, 140, (n, k // 32), generator=generator, device="cuda", dtype=torch.uint8)
+        return {"weight": codes.view(torch.uint32), "scales": scales}
     if name in lookups.NAMES or name in ("Q2_K", "Q3_K"):
         return random_codes(name, n, k, generator)
     if record.block_bytes is None:

@@ -15,20 +15,19 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor, refuse_unproven
 from bytefloor.engine.kernels import SOURCES
+from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import FileError, UnsupportedError
 from bytefloor.files.stored import Checkpoint, StoredTensor
 from bytefloor.formats import get
-from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.fuse import fuse_one_row
 from bytefloor.model.step import Step
 from kernel_twins import TwinDevice
 
-ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 SHAPES = {
     "llama": Shape("llama", 256, 512, 2, 8, 2, 64, 272, 4096, False, {"rope.freq_base": 1e4}),
     "qwen3": Shape("qwen3", 256, 512, 2, 4, 2, 64, 272, 4096, True, {"rope.freq_base": 1e6}),
@@ -68,7 +67,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 @pytest.fixture(params=list(SHAPES))
 def step(request: pytest.FixtureRequest) -> Step:
     model = load_model(checkpoint_of(request.param, SHAPES[request.param], "Q4_K_M", "cpu"))
-    return build_step(model.config, model.weights, ROUNDING)
+    return build_step(model.config, model.weights, DEVICE_ROUNDING)
 
 
 def rows_of(executor: DeviceExecutor, ids: list[int], chunk: int) -> Tensor:
@@ -223,7 +222,7 @@ def test_other_formats_run_like_any_others(
     make: Make, convert: Callable[[Checkpoint], Checkpoint], forms: set[str]
 ) -> None:
     model = load_model(convert(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
-    step = build_step(model.config, model.weights, ROUNDING)
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
     expected = reference_logits(step, IDS)
     executor = make(step)
     products = [str(launch.kernel.defines) for launch in executor.launches if launch.kernel.name == "product"]
@@ -236,12 +235,12 @@ def test_other_formats_run_like_any_others(
 def test_what_no_card_has_run_is_refused_on_a_card_only() -> None:
     shape = SHAPES["gemma4-e"]
     model = load_model(checkpoint_of("gemma4-e", shape, "Q4_K_M", "cpu"))
-    fused = fuse_one_row(build_step(model.config, model.weights, ROUNDING))
+    fused = fuse_one_row(build_step(model.config, model.weights, DEVICE_ROUNDING))
     refuse_unproven(fused, torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="per-layer inputs: their kernels have not"):
         refuse_unproven(fused, torch.device("cuda"))
     model = load_model(as_affine(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
-    fused = fuse_one_row(build_step(model.config, model.weights, ROUNDING))
+    fused = fuse_one_row(build_step(model.config, model.weights, DEVICE_ROUNDING))
     with pytest.raises(UnsupportedError, match="affine-4b-g64: its kernels have not"):
         refuse_unproven(fused, torch.device("cuda"))
 
@@ -264,4 +263,4 @@ def test_a_value_that_is_not_finite_is_refused_with_its_tensors_name(
     broken = replace(checkpoint, tensors={**checkpoint.tensors, name: replace(found, read=read)})
     model = load_model(broken)
     with pytest.raises(FileError, match=rf"{name}.*(not finite|NaN)"):
-        make(build_step(model.config, model.weights, ROUNDING))
+        make(build_step(model.config, model.weights, DEVICE_ROUNDING))

@@ -9,15 +9,14 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
+from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.reference import Precision, ReferenceExecutor
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import Shape, checkpoint_of
-from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
 
-ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 SHAPES = {
     "llama": Shape("llama", 512, 768, 3, 8, 2, 64, 512, 4096, False, {"rope.freq_base": 1e4}),
     "qwen3": Shape("qwen3", 512, 1024, 3, 8, 4, 128, 512, 4096, False, {"rope.freq_base": 1e6}),
@@ -39,7 +38,7 @@ SHAPES = {
 
 def step_of(name: str, mixture: str = "Q4_K_M") -> Step:
     model = load_model(checkpoint_of(name, SHAPES[name], mixture, "cuda"))
-    return build_step(model.config, model.weights, ROUNDING)
+    return build_step(model.config, model.weights, DEVICE_ROUNDING)
 
 
 @pytest.fixture(scope="module", params=[(name, m) for name in SHAPES for m in ("Q4_K_M", "BF16")], ids=str)

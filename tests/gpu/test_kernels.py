@@ -64,7 +64,7 @@ def test_narrow_rows_are_packed_and_undone(name: str, k: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(48, 1024), (3840, 3840), (272, 15360)])
-@pytest.mark.parametrize("name", [*AFFINE, "Q2_K", "Q3_K", "FP8-E4M3-row", *lookups.NAMES])
+@pytest.mark.parametrize("name", [*AFFINE, "Q2_K", "Q3_K", "FP8-E4M3-row", "mlx-mxfp8", *lookups.NAMES])
 def test_products_and_values_of_other_formats(name: str, n: int, k: int) -> None:
     x = torch.randn(k, device="cuda")
     found, dense, _ = run_product(fused_product(1), [(name, n)], k, x)

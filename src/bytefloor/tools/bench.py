@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import ClassVar
 
 import torch
@@ -31,7 +32,7 @@ from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
-from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, median, origin, say, spread
+from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, say, spread
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import ClassVar
 
 import torch
@@ -30,7 +31,7 @@ from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.fuse import FusedProduct, fuse_one_row
 from bytefloor.model.step import Step
-from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, median, origin, spread
+from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, spread
 
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
 MODELS = ("gemma4-12b", "llama31-8b", "qwen3-8b")

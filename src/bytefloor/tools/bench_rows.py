@@ -7,6 +7,7 @@ import datetime
 import gc
 import io
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -95,14 +96,9 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def median(values: Sequence[float]) -> float:
-    """The upper one of two in the middle."""
-    return sorted(values)[len(values) // 2]
-
-
 def spread(values: Sequence[float]) -> float | None:
     """(largest - smallest) / median; None of a single value."""
-    return round((max(values) - min(values)) / median(values), 4) if len(values) > 1 else None
+    return round((max(values) - min(values)) / statistics.median(values), 4) if len(values) > 1 else None
 
 
 def origin(device: torch.device) -> dict[str, Any]:
