@@ -71,7 +71,15 @@ def test_rows_say_what_was_measured(twins: kernel_twins.TwinDevice) -> None:
     assert (prompt.share, prompt.checksum, prompt.host_us, sampled.host_us) == (None, None, None, None)
     assert (first.first_start_s, first.device_memory_gb, first.clock_mhz) == (None, None, None)
     assert first.host_us == 1.0
+    assert (first.executor, first.notes) == ("kernels", ())
     assert next(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, repeats=1))).tok_s_spread is None
+
+
+def test_a_row_without_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(bench_module, "measure_limit", lambda device: StreamLimit(10.0, "a limit of torch"))
+    row = next(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, device="cpu", repeats=1)))
+    assert (row.executor, row.notes) == ("reference", ("a limit of torch",))
 
 
 def test_sampled_tokens_repeat(twins: kernel_twins.TwinDevice) -> None:

@@ -21,10 +21,12 @@ def test_pages_are_made_from_the_committed_results() -> None:
 
 def test_a_line_is_a_row_and_says_how_its_tokens_were_chosen() -> None:
     row = {"model": "m", "depth": 8192, "tok_s": 99.6, "share": 0.4567, "card": "c", "date": "d"}
-    lines = make_table([row, {**row, "sampling": "sampled"}]).splitlines()
+    kinds = [row, {**row, "sampling": "sampled", "executor": "kernels"}, {**row, "executor": "reference"}]
+    lines = make_table(kinds).splitlines()
     assert lines[2:] == [
         "| m | greedy | 8,192 | 100 | 45.7% | c | d |",
         "| m | sampled | 8,192 | 100 | 45.7% | c | d |",
+        "| m (reference executor) | greedy | 8,192 | 100 | 45.7% | c | d |",
     ]
 
 

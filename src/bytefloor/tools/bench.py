@@ -27,6 +27,7 @@ from bytefloor.engine.progress import Silent
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.sampler import Sampler
 from bytefloor.engine.sampling_params import SamplingParams
+from bytefloor.engine.stream_limit import StreamLimit
 from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
@@ -65,7 +66,8 @@ class Row(Measured):
     sampling: greedy, or sampled with the default parameters of ``run``; None for prompts, which give no token.
     file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
     makes of them. host_us: the host's time to start one token. load_s: from opening the file to ready, kernels in the
-    cache; first_start_s: the same where kernels had to be compiled first.
+    cache; first_start_s: the same where kernels had to be compiled first. executor: kernels, or reference. notes: what
+    the user was told of the model and the stream limit.
     """
 
     COLUMNS: ClassVar = (
@@ -92,6 +94,8 @@ class Row(Measured):
     capacity: int
     device_memory_gb: float | None
     checksum: str | None
+    executor: str
+    notes: tuple[str, ...]
     card: str
     clock_mhz: int | None
     commit: str | None
@@ -110,7 +114,7 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
     opened = _open(name, CachePlan(capacity, PROMPT_CHUNK), device, Advice(words, words))
     say(opened.notices)
-    runner = _Runner(opened, options, limit.gb_s)
+    runner = _Runner(opened, options, limit)
     runner.check_kernels()
     for depth in depths:
         yield runner.decode(depth)
@@ -210,8 +214,8 @@ def main_format(model: Model) -> str:
 
 
 class _Runner:
-    def __init__(self, opened: _Opened, options: BenchOptions, stream_gb_s: float) -> None:
-        self.opened, self.options, self.stream_gb_s = opened, options, stream_gb_s
+    def __init__(self, opened: _Opened, options: BenchOptions, limit: StreamLimit) -> None:
+        self.opened, self.options, self.limit = opened, options, limit
         self.executor = opened.executor
         self._loop = self.executor.make_loop()
         self._fill_cache()
@@ -388,7 +392,7 @@ class _Runner:
         rate, device, model = median(rates), self.executor.device, self.opened.model
         n_gen = 0 if n_prompt else self.options.n_gen
         weights, cache = token_bytes(self.executor.step, depth + n_gen // 2)
-        share = (weights + cache) * rate / (self.stream_gb_s * 1e9)
+        share = (weights + cache) * rate / (self.limit.gb_s * 1e9)
         return Row(
             verb=verb,
             model=model.config.name,
@@ -403,13 +407,15 @@ class _Runner:
             share=round(share, 4) if verb == "decode" else None,
             file_bytes=weights + cache,
             moved_bytes=self.executor.moved_bytes() + cache,
-            stream_gb_s=round(self.stream_gb_s, 1),
+            stream_gb_s=round(self.limit.gb_s, 1),
             host_us=self._host_us() if sampling == "greedy" else None,
             load_s=self.opened.load_s,
             first_start_s=self.opened.first_start_s,
             capacity=self.executor.plan.capacity,
             device_memory_gb=_memory_gb(device),
             checksum=checksum,
+            executor="kernels" if isinstance(self.executor, DeviceExecutor) else "reference",
+            notes=tuple(note for note in (*self.opened.notices, self.limit.notice) if note),
             **origin(device),
         )
 

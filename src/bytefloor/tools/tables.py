@@ -25,10 +25,13 @@ def load_rows(folder: Path, verb: str = "decode") -> Rows:
 
 
 def make_table(rows: Rows) -> str:
-    """Markdown, a line a row. Rows from before sampled decoding was measured are greedy."""
+    """Markdown, a line a row.
+
+    Rows from before sampled decoding was measured are greedy, those from before executors were named ran on kernels.
+    """
     lines = [
         (
-            row["model"],
+            row["model"] + (" (reference executor)" if row.get("executor") == "reference" else ""),
             row.get("sampling", "greedy"),
             f"{row['depth']:,}",
             f"{row['tok_s']:.0f}",
