@@ -14,10 +14,12 @@ from slow_sampler import Borderline, slow_distribution, slow_draw, slow_uniforms
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bytefloor.engine import device_cuts, device_sampler, sampler
-from bytefloor.engine.device_sampler import FORESEEN, supports
+from bytefloor.engine.device_sampler import FORESEEN, DeviceSampler, sampler_bytes, supports
+from bytefloor.engine.sampler import Sampler
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import NumericalError, RequestError
-from device_sampling import STAGES, Driven, assert_alike, rows_of
+from device_sampling import STAGES, Driven, assert_alike, kernel, memory_for, rows_of
+from live_bytes import LiveBytes
 
 
 @pytest.mark.parametrize("kind", ["smooth", "ties", "some ties"])
@@ -272,3 +274,29 @@ def test_a_step_is_few_operations_where_most_requests_are():
     assert len(operations(SamplingParams(seed=1))) <= 40
     assert len(operations(SamplingParams(temperature=0), takes_best=True)) <= 10
     assert operations(SamplingParams(seed=1, top_k=0, min_p=0.0)).count("sort") == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(top_k=0, top_p=1, typical_p=0.9),
+        SamplingParams(mirostat_tau=5.0),
+        SamplingParams(
+            top_k=0, top_p=0.9, typical_p=0.5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.5,
+            frequency_penalty=0.2, n_logprobs=20, logit_bias={1: 2.0},
+        ),
+    ],
+)  # fmt: skip
+def test_a_sampler_takes_no_more_than_memory_was_planned_for(params: SamplingParams) -> None:
+    n_vocabulary = 1 << 16
+    host, memory = Sampler(params, [1, 2], frozenset()), memory_for(n_vocabulary)
+    logits = torch.randn(n_vocabulary, generator=torch.Generator().manual_seed(0))
+    with LiveBytes() as live, torch.inference_mode():
+        sampler = DeviceSampler(params, host.banned_ids, memory)
+        sampler.load(host, [1, 2, 3], 2)
+        sampler.foresee(2)
+        kernel(memory, logits)
+        sampler.step()
+    planned = sampler_bytes(n_vocabulary, memory.plan.capacity)
+    assert 0.2 * planned < live.most < planned

@@ -13,6 +13,7 @@ from bytefloor.engine import memory as memory_module
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.loading import DEVICE_ROUNDING, EngineOptions, open_engine
 from bytefloor.engine.memory import MemoryPlan, available_bytes, check_memory
 from bytefloor.engine.progress import Silent
@@ -194,7 +195,8 @@ def test_all_that_the_device_executor_keeps_was_planned(twins: TwinDevice, name:
     step = build_step(model.config, model.weights, DEVICE_ROUNDING)
     with LiveBytes() as live:
         executor = DeviceExecutor(step, plan, device="cpu")
-    beside = scratch - max(prompt_bytes(step, plan, CPU), executor.weights.packing_bytes())
+    running = prompt_bytes(step, plan, CPU) + sampler_bytes(step.logits.shape[-1], plan.capacity)
+    beside = scratch - max(running, executor.weights.packing_bytes())
     assert cache == sum(pool.nbytes for pool in executor.pools.values())
     assert weights == executor.weights.n_bytes()
     assert beside > sum(buffer.nbytes for buffer in executor._written)

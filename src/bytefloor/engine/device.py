@@ -17,6 +17,7 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
+from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.packed import PackedWeights
@@ -111,7 +112,11 @@ class DeviceExecutor:
         with Rehearsal() as rehearsal:
             launches = LaunchPlanner(fused, self.weights, self._allocate(frozenset())).plan_all()
         beside_cache = rehearsal.n_bytes - self.cache_bytes()
-        scratch = beside_cache + max(self.weights.packing_bytes(), prompt_bytes(self.step, self.plan, self.device))
+        v = self.step.logits.shape[-1]
+        assert isinstance(v, int)
+        # A request's sampler stays while the next prompt runs.
+        running = prompt_bytes(self.step, self.plan, self.device) + sampler_bytes(v, self.plan.capacity)
+        scratch = beside_cache + max(self.weights.packing_bytes(), running)
         plan = MemoryPlan(self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity)
         return launches, plan
 

@@ -34,6 +34,12 @@ from bytefloor.engine.sampling_params import BAN_AT, SamplingParams
 FORESEEN = 16
 """Positions whose random numbers the host computes and copies at once."""
 
+BYTES_A_TOKEN = 192
+"""Of buffers and of what a step makes on the way, at most, for each token of the vocabulary: 60 are kept; a sort of
+probabilities has 64 beside them, and on a card once more what it sorts in."""
+BYTES_A_POSITION = 24
+"""Two random numbers and a token."""
+
 _TINY = 1e-300
 """In place of a random number of 0: the first sum to reach it is that of the first candidate, and of none before it."""
 
@@ -53,6 +59,11 @@ class _Drawn:
     mass: Tensor
     log_p: Tensor
     tops: tuple[Tensor, ...] = ()
+
+
+def sampler_bytes(n_vocabulary: int, capacity: int) -> int:
+    """The most that a sampler takes on the device, whatever a request asks for."""
+    return BYTES_A_TOKEN * n_vocabulary + BYTES_A_POSITION * (capacity + 1)
 
 
 def supports(params: SamplingParams) -> bool:
