@@ -108,6 +108,18 @@ def test_nan_activations_stay_nan() -> None:
     assert bool(found.isnan().all())
 
 
+@pytest.mark.parametrize("largest", [3e37, 1.2e38, 3e38])
+def test_the_largest_activations_are_multiplied_or_seen(largest: float) -> None:
+    """N06: the fast division by more than 2^126 gives 0. Sums beyond float32 are to be seen as such."""
+    x = torch.zeros(512, device="cuda")
+    x[77] = largest
+    found, dense, _ = run_product(fused_product(1), [("BF16", 64)], 512, x)
+    expected = dense @ x.double()
+    is_finite = expected.float().isfinite()
+    assert relative_error(found[is_finite], expected[is_finite]) < TIGHT
+    assert not bool(found[~is_finite].isfinite().any())
+
+
 def test_all_zero_activations_give_zero() -> None:
     found, _, _ = run_product(fused_product(1), [("Q4_K", 64)], 512, torch.zeros(512, device="cuda"))
     assert not found.any()
@@ -196,8 +208,10 @@ ATTENTION_CASES = [
     # head size, query heads, kv heads, window, position, V from K, RoPE
     *[(e, 4, 2, None, 70, False, "split") for e in (64, 80, 96, 128, 256, 512)],
     *[(64, h, 1, None, 33, False, "interleaved") for h in (1, 2, 3, 5, 7, 8, 16)],
-    *[(128, 8, 2, None, p, False, "split") for p in (0, 1, 31, 32, 62, 63, 64, 65, 127, 128, 191, 383, 700)],
+    *[(128, 8, 2, None, p, False, "split") for p in (0, 1, 31, 32, 62, 63, 64, 65, 127, 128, 190, 191, 192, 383, 700)],
     *[(256, 4, 2, 100, p, False, "split") for p in (0, 98, 99, 100, 127, 128, 163, 164, 500, 640)],
+    *[(256, 4, 2, 300, p, False, "split") for p in (191, 192, 223, 224, 298, 299, 300, 319, 320, 511, 512, 640)],
+    *[(512, 16, 1, None, p, True, "split") for p in (175, 191, 192, 207)],
     (512, 16, 1, None, 300, True, "split"),
     (256, 2, 1, 16, 77, False, None),
 ]

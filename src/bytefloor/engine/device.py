@@ -147,7 +147,7 @@ class DeviceExecutor:
     # --- running
 
     def launch_all(self) -> None:
-        """Every kernel of the list on the executor's stream, one by one."""
+        """Every kernel of the list on the current stream, one by one."""
         stream_handle = torch.cuda.current_stream(self.device).cuda_stream
         for kernel, launch in self._nodes:
             kernel.launch(stream_handle, launch.grid, launch.arguments)
@@ -218,7 +218,7 @@ class DeviceExecutor:
     def make_loop(self) -> DecodeLoop:
         """Decoding with the sampling on the device. Whoever asked keeps it: here it would keep the executor alive."""
         return DecodeLoop(
-            Trunk(self._memory, self._stream, self._banned_ids, self._prepare, self._set_state, self._graph.replay)
+            Trunk(self._memory, self._stream, self._banned_ids, self._prepare, self._set_state, self.launch_all)
         )
 
     def host_us(self, n: int = 20) -> float:

@@ -25,7 +25,9 @@ MOST_COLUMNS = 4096
 ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
 POSITIONS_A_RUN = {False: 128, True: 64}
-"""What an attention block is started for at least, by whether heads are 256 or wider: below, merging costs more."""
+"""Of an attention block at least where a band is cut, by whether heads are 256 or wider."""
+LONE_POSITIONS = 192
+"""A band of no more is not cut: merging would cost more than its tiles one after another."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,7 @@ def plan_attention(
         TILE=tile,
         STAGES=stages,
         MAX_RUNS=max_runs,
+        LONE_TILES=LONE_POSITIONS // tile,
         MIN_TILES=ceil_div(POSITIONS_A_RUN[e >= 256], tile),
         PLANES_IN=planes_in,
         N_IN=n_in,

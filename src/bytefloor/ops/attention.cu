@@ -17,8 +17,8 @@
 // Runs are merged by all their blocks, each a slice of the outputs, as soon as every part carries this call's tag; so all
 // blocks must be on the device at once, which the host sees to.
 //
-// Defined by the host: E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, MAX_RUNS, MIN_TILES (of a
-// run), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
+// Defined by the host: E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, MAX_RUNS, LONE_TILES (of a
+// band that is not cut), MIN_TILES (of a run, otherwise), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
 #include <cuda_bf16.h>
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, GROUP = H / J, CHUNKS = E / 8, STRIDE = E + 8;
@@ -39,7 +39,7 @@ struct Band {
         first_tile = start / TILE;
         n_tiles = position / TILE - first_tile + 1;
         // An odd number of them: runs that begin a power of two apart would all ask the same few memory channels.
-        tiles_a_run = max(MIN_TILES, (n_tiles + MAX_RUNS - 1) / MAX_RUNS | 1);
+        tiles_a_run = n_tiles <= LONE_TILES ? n_tiles : max(MIN_TILES, (n_tiles + MAX_RUNS - 1) / MAX_RUNS | 1);
         n_runs = (n_tiles + tiles_a_run - 1) / tiles_a_run;
     }
 };

@@ -197,7 +197,8 @@ __device__ __forceinline__ void encode(const float (&v)[8], int i, u8* codes, fl
     for (int j = 0; j < 8; j++) largest = max_or_nan(largest, fabsf(v[j]));
     largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = max_or_nan(largest, __shfl_xor_sync(~0u, largest, 2));
-    float by = largest > 1e-33f ? __fdividef(32512.f, largest) : 0.f, scale = largest * (1.f / 32512.f);
+    // Both a quarter: __fdividef by more than 2^126 is 0 by definition.
+    float by = largest > 1e-33f ? __fdividef(8128.f, largest * .25f) : 0.f, scale = largest * (1.f / 32512.f);
 #pragma unroll
     for (int j = 0; j < 8; j++) shifted[j] = fmaf(v[j], by, 12582912.f + 128.f);
     u32 high0 = gather_bytes(shifted, 0, 1), high1 = gather_bytes(shifted, 4, 1);
