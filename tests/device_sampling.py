@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.device_cuts import highest
 from bytefloor.engine.device_sampler import DeviceSampler
 from bytefloor.engine.planner import DeviceMemory
 from bytefloor.engine.sampler import Sampler
@@ -83,13 +84,23 @@ def kernel(memory, logits):
 class Driven:
     """A device sampler with the host's sampler beside it, both at the end of the same history."""
 
-    def __init__(self, params, prompt, written=(), banned=(), n_vocabulary=64, device="cpu", takes_best=False):
+    def __init__(
+        self,
+        params,
+        prompt,
+        written=(),
+        banned=(),
+        n_vocabulary=64,
+        device="cpu",
+        takes_best=False,
+        find_highest=highest,
+    ):
         self.host = Sampler(params, prompt, frozenset(banned))
         for token in written:
             self.host.accept(token)
         self.ids = [*prompt, *written]
         self.memory = memory_for(n_vocabulary, device=device, banned=banned)
-        self.sampler = DeviceSampler(self.host.params, self.host.banned_ids, self.memory, takes_best)
+        self.sampler = DeviceSampler(self.host.params, self.host.banned_ids, self.memory, takes_best, find_highest)
         self.load(len(prompt))
 
     def load(self, n_prompt):

@@ -117,6 +117,11 @@ class TwinKernel:
     def embed(self, table: Tensor, state: Tensor, out: Tensor) -> None:
         out.copy_(self.matrix(table)[int(state[0])] * self.f("SCALE"))
 
+    def highest(self, values: Tensor, maxima: Tensor, best: Tensor, places: Tensor, n: int) -> None:
+        found, order = values.sort(descending=True, stable=True)
+        best.copy_(found[:n])
+        places.copy_(order[:n])
+
     def unpack(self, packed: Tensor, rows: Tensor | None, first: int, step: int, n: int, out: Tensor) -> None:
         at = rows if rows is not None else first + step * torch.arange(n)
         out.copy_(self.matrix(packed)[at])

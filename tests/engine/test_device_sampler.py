@@ -151,9 +151,9 @@ def test_highest_is_a_stable_sort_cut_off(n):
     smooth = rng.normal(size=65_536).astype(np.float32)
     few = np.where(rng.random(65_536) < 0.0003, smooth, -np.inf).astype(np.float32)
     for values in (smooth, np.round(smooth * 2) + 0.0, few, np.zeros_like(smooth), np.sort(smooth)[::-1].copy()):
-        found, ids = device_cuts.highest(torch.from_numpy(values), torch.arange(65_536), n)
+        found, places = device_cuts.highest(torch.from_numpy(values), n)
         wanted = np.argsort(-values, kind="stable")[:n]
-        assert ids.tolist() == wanted.tolist()
+        assert places.tolist() == wanted.tolist()
         assert np.array_equal(found.numpy(), values[wanted])
 
 
@@ -271,7 +271,7 @@ def test_a_step_can_be_captured(stage, after):
 
 def test_a_step_is_few_operations_where_most_requests_are():
     """Each is a launch or two of two microseconds, whatever its size."""
-    assert len(operations(SamplingParams(seed=1))) <= 40
+    assert len(operations(SamplingParams(seed=1))) <= 42
     assert len(operations(SamplingParams(temperature=0), takes_best=True)) <= 10
     assert operations(SamplingParams(seed=1, top_k=0, min_p=0.0)).count("sort") == 1
 

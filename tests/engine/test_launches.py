@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.cache import CachePlan, ceil_div
+from bytefloor.engine.device_highest import highest_specs
 from bytefloor.engine.kernels import KernelSpec, compile_kernel, spec
 from bytefloor.engine.launches import (
     RESERVED_BYTES,
@@ -146,6 +147,8 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
     "unpack affine": lambda card: spec("unpack", 256, FORM="Affine<4, 4, 64, true>", K=512),
     "read": lambda card: spec("read", 512, THREADS=512),
+    "highest": lambda card: highest_specs(262144)[torch.float32],
+    "highest float64": lambda card: highest_specs(151669)[torch.float64],
 }
 
 PRODUCTS = [name for name in REPRESENTATIVE if REPRESENTATIVE[name](H200).name == "product"]
@@ -179,6 +182,23 @@ def check_compiled(kernel: KernelSpec, architecture: str) -> None:
 def test_a_block_has_the_shared_memory_it_asks_for(name: str, architecture: str) -> None:
     card = CARDS[architecture]
     assert REPRESENTATIVE[name](card).shared_bytes + RESERVED_BYTES <= card.multiprocessor_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if name.startswith("attention")])
+def test_attention_fits_beside_a_product(name: str) -> None:
+    """Each quarter of a multiprocessor has its own registers, which are given out by eights; the 18 warps of a product
+    leave room for two warps where five of them are. Else attention starts when the product has ended, 5 us late."""
+    pytest.importorskip("cuda.core")
+
+    def quarter(kernel: KernelSpec) -> int:
+        found = re.search(r"Used (\d+) registers", compile_kernel(kernel, "sm_90a")[1])
+        assert found is not None
+        return ceil_div(kernel.threads // 32, 4) * ceil_div(int(found[1]), 8) * 8 * 32
+
+    attention = REPRESENTATIVE[name](H200)
+    assert attention.threads == 256
+    for other in ("gemma4 12B qkv", "gemma4 12B down"):
+        assert quarter(attention) + quarter(REPRESENTATIVE[other](H200)) <= REGISTERS // 4
 
 
 def test_a_kernel_that_does_not_compile_says_so() -> None:

@@ -30,7 +30,7 @@ SHAPES = {
     ),
     "narrow": Shape("llama", 576, 1536, 2, 9, 3, 64, 512, 4096, True, {"rope.freq_base": 1e5}),
     "gemma4-e": Shape(
-        "gemma4", 256, 512, 4, 4, 2, 64, 283, 4096, True,
+        "gemma4", 256, 512, 4, 4, 2, 64, 315, 4096, True,
         {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 2, 128, True, 2, 64,
     ),
 }  # fmt: skip

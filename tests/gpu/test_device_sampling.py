@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import capture
-from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.device import DeviceExecutor, device_architecture
+from bytefloor.engine.device_cuts import highest
+from bytefloor.engine.device_highest import DeviceHighest, highest_specs
 from bytefloor.engine.engine import Engine, never_sampled
+from bytefloor.engine.kernels import load_kernels
 from bytefloor.engine.request import Delta, Request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.synthetic import Shape, checkpoint_of
@@ -58,6 +62,36 @@ class Captured:
             return self.driven.by_device(logits, self.replay)
 
 
+@cache
+def find_by_kernel(n_vocabulary: int) -> DeviceHighest:
+    specs = highest_specs(n_vocabulary)
+    kernels = load_kernels(list(specs.values()), device_architecture(CUDA))
+    return DeviceHighest(n_vocabulary, {dtype: kernels[spec] for dtype, spec in specs.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n_vocabulary", [4096, 151_680, GEMMA])
+def test_the_highest_by_the_kernel_are_those_of_a_stable_sort(n_vocabulary: int, dtype: torch.dtype) -> None:
+    """Smooth, negative, full of ties, all alike, few that have a chance; the best in one group, and spread over all."""
+    generator = torch.Generator("cuda").manual_seed(n_vocabulary)
+    smooth = torch.randn(n_vocabulary, generator=generator, device="cuda", dtype=dtype)
+    few = smooth.masked_fill(torch.rand(n_vocabulary, generator=generator, device="cuda") > 3e-4, -torch.inf)
+    ascending = smooth.sort().values
+    nan = smooth.clone()
+    nan[[5, n_vocabulary - 1]] = torch.tensor([torch.nan, -torch.nan], dtype=dtype, device="cuda")
+    rows = (smooth, -smooth.abs() - 1, (smooth * 2).round() + 0.0, 0 * smooth + 0.0, few, ascending, ascending.flip(0))
+    for values in rows:
+        for n in (1, 2, 40, 63, 64):
+            found, places = find_by_kernel(n_vocabulary)(values, n)
+            wanted, order = values.sort(descending=True, stable=True)
+            assert torch.equal(places, order[:n])
+            assert torch.equal(found, wanted[:n])
+            assert torch.equal(places, highest(values, n)[1])
+    found, places = find_by_kernel(n_vocabulary)(nan, 3)
+    assert places[:2].tolist() == [5, n_vocabulary - 1]
+    assert found.isnan().tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("n_vocabulary", [203, 8192, 20_011, GEMMA])
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_the_captured_sampler_equals_the_hosts(stage: str, n_vocabulary: int) -> None:
@@ -66,7 +100,8 @@ def test_the_captured_sampler_equals_the_hosts(stage: str, n_vocabulary: int) ->
         p = SamplingParams(seed=11, n_logprobs=5, logprobs_after=after, **STAGES[stage])
         banned = {0, 17, n_vocabulary - 1}
         takes_best = stage == "greedy" and not after
-        driven = Driven(p, [1, 2, 3] * 20, [5, 6, 5] * 5, banned, n_vocabulary, "cuda", takes_best)
+        finder = find_by_kernel(n_vocabulary)
+        driven = Driven(p, [1, 2, 3] * 20, [5, 6, 5] * 5, banned, n_vocabulary, "cuda", takes_best, finder)
         captured = Captured(driven, 60)
         for kind in ("smooth", "ties", "some ties"):
             for logits in rows_of(kind, 8, n_vocabulary, 7):
@@ -159,7 +194,7 @@ def test_cancelled_between_steps(executor: DeviceExecutor) -> None:
 )
 def test_what_a_token_costs(name: str, p: SamplingParams, capsys: pytest.CaptureFixture) -> None:
     """Prints microseconds; fails only where something is far off."""
-    driven = Driven(p, [1, 2, 3], (), {5}, GEMMA, "cuda", takes_best=p.is_greedy)
+    driven = Driven(p, [1, 2, 3], (), {5}, GEMMA, "cuda", takes_best=p.is_greedy, find_highest=find_by_kernel(GEMMA))
     captured = Captured(driven, 3)
     captured.sample(rows_of("smooth", 1, GEMMA, 3)[0])
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

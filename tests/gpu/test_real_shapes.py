@@ -17,7 +17,7 @@ from bytefloor.engine.synthetic import SHAPES, checkpoint_of
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 
-LAYERS = {"gemma4-12b": 6, "gemma4-e4b": 6, "llama31-8b": 2, "qwen3-8b": 2, "smollm2-135m": 4, "gemma3-270m": 6}
+LAYERS = {"gemma4-12b": 6, "gemma4-e4b": 12, "llama31-8b": 2, "qwen3-8b": 2, "smollm2-135m": 4, "gemma3-270m": 6}
 """As many as a kind of each layer takes."""
 IDS = [(5 + 7 * i) % 200 for i in range(24)]
 MOST = 2e-2

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
+from bytefloor.engine.device_highest import Highest
 from bytefloor.engine.device_sampler import DeviceSampler, is_adjusted, supports
 from bytefloor.engine.planner import DeviceMemory
 from bytefloor.engine.sampler import Sampled, Sampler
@@ -29,7 +30,7 @@ N_AHEAD = 2
 class Trunk:
     """What the executor lends: ``show`` brings pages and tables of a batch to the device, ``place`` token and position,
     ``launch`` starts the kernels that compute logits from them. All on one stream. banned_ids: those that the logits
-    kernel never takes."""
+    kernel never takes. highest: by a kernel, where there is one."""
 
     memory: DeviceMemory
     stream: torch.cuda.Stream
@@ -37,6 +38,7 @@ class Trunk:
     show: Callable[[Batch], None]
     place: Callable[[int, int], None]
     launch: Callable[[], None]
+    highest: Highest
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class DecodeLoop:
         takes_best = (
             params.is_greedy and not is_adjusted(params) and self._trunk.banned_ids == frozenset(banned.tolist())
         )
-        made = DeviceSampler(params, banned, memory, takes_best)
+        made = DeviceSampler(params, banned, memory, takes_best, self._trunk.highest)
         self._trunk.place(0, 1)
         step = capture(self._trunk.launch, made.step, self._trunk.stream, memory.device)
         pin = memory.device.type == "cuda"

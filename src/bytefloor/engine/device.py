@@ -17,6 +17,7 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
+from bytefloor.engine.device_highest import DeviceHighest, highest_specs
 from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
 from bytefloor.engine.memory import MemoryPlan, check_memory
@@ -66,7 +67,8 @@ class DeviceExecutor:
         launches, memory_plan = self._rehearse(fused)
         check_memory(memory_plan, progress, advice)
         unpacks = unpack_specs(step, self.weights)
-        specs = [*(launch.kernel for launch in launches), *unpacks.values()]
+        finders = highest_specs(self._n_vocabulary)
+        specs = [*(launch.kernel for launch in launches), *unpacks.values(), *finders.values()]
         with current(self.device):
             kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
@@ -81,6 +83,7 @@ class DeviceExecutor:
         self._written = planner.written
         self.weights.pack(progress)
         torch.cuda.empty_cache()  # what packing took is of no size and stream that a prompt could use again
+        self._highest = DeviceHighest(self._n_vocabulary, {key: kernels[spec] for key, spec in finders.items()})
         self._nodes = [(kernels[launch.kernel], launch) for launch in self.launches]
         self._graph = self._capture()
         self._prompts = PromptRunner(
@@ -93,6 +96,12 @@ class DeviceExecutor:
     def pools(self) -> dict[str, Tensor]:
         """The pages of each cache kind, bf16 [layers, pages, 2, J, PAGE, E]."""
         return self._memory.pools
+
+    @property
+    def _n_vocabulary(self) -> int:
+        v = self.step.logits.shape[-1]
+        assert isinstance(v, int)
+        return v
 
     @property
     def history(self) -> Tensor:
@@ -112,17 +121,15 @@ class DeviceExecutor:
         with Rehearsal() as rehearsal:
             launches = LaunchPlanner(fused, self.weights, self._allocate(frozenset())).plan_all()
         beside_cache = rehearsal.n_bytes - self.cache_bytes()
-        v = self.step.logits.shape[-1]
-        assert isinstance(v, int)
         # A request's sampler stays while the next prompt runs.
-        running = prompt_bytes(self.step, self.plan, self.device) + sampler_bytes(v, self.plan.capacity)
+        sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
+        running = prompt_bytes(self.step, self.plan, self.device) + sampling
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         plan = MemoryPlan(self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity)
         return launches, plan
 
     def _allocate(self, banned_ids: frozenset[int]) -> DeviceMemory:
-        v = self.step.logits.shape[-1]
-        assert isinstance(v, int)
+        v = self._n_vocabulary
         banned = torch.zeros(v, dtype=torch.uint8, device=self.device)
         banned[sorted(banned_ids)] = 1
         tables = {kind.name: self._ints(self.plan.n_table(kind)) for kind in self.step.kinds}
@@ -218,7 +225,15 @@ class DeviceExecutor:
     def make_loop(self) -> DecodeLoop:
         """Decoding with the sampling on the device. Whoever asked keeps it: here it would keep the executor alive."""
         return DecodeLoop(
-            Trunk(self._memory, self._stream, self._banned_ids, self._prepare, self._set_state, self.launch_all)
+            Trunk(
+                memory=self._memory,
+                stream=self._stream,
+                banned_ids=self._banned_ids,
+                show=self._prepare,
+                place=self._set_state,
+                launch=self.launch_all,
+                highest=self._highest,
+            )
         )
 
     def host_us(self, n: int = 20) -> float:

@@ -19,20 +19,21 @@ def descending(values: Tensor) -> tuple[Tensor, Tensor]:
     return found.values, found.indices
 
 
-def highest(values: Tensor, ids: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n highest values, descending, and their ids; the lower id among equals. ids ascend.
+def highest(values: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n highest values, descending, and their places; the lower place among equals.
 
     values [N], N a multiple of GROUP. Few of many: those n lie in the n groups whose maxima come first, maxima in the
-    same order, as every group before another holds only lower ids. So two short sorts do instead of a long one.
+    same order, as every group before another holds only lower places. So two short sorts do instead of a long one.
     """
     if n > GROUP or values.shape[0] <= GROUP * GROUP:
         found, order = descending(values)
-        return found[:n], ids.index_select(0, order[:n])
+        return found[:n], order[:n]
     rows = values.view(-1, GROUP)
     _, order = descending(rows.amax(1))
     groups = order[:n].sort().values
     found, order = descending(rows.index_select(0, groups).flatten())
-    return found[:n], ids.view(-1, GROUP).index_select(0, groups).flatten().index_select(0, order[:n])
+    order = order[:n]
+    return found[:n], groups.index_select(0, order // GROUP) * GROUP + order % GROUP
 
 
 def log_softmax(values: Tensor) -> Tensor:

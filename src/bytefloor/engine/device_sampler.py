@@ -27,6 +27,7 @@ from bytefloor.engine.device_cuts import (
     descending,
     highest,
 )
+from bytefloor.engine.device_highest import Highest
 from bytefloor.engine.planner import DeviceMemory
 from bytefloor.engine.sampler import Sampled, Sampler, uniforms
 from bytefloor.engine.sampling_params import BAN_AT, SamplingParams
@@ -90,14 +91,20 @@ class DeviceSampler:
     """One request's sampler on the device of ``memory``, for logits that the step before has left there.
 
     params: all but the seed are fixed; ``load`` brings a request's seed, history and bound. banned_ids: ascending.
-    takes_best: the token that the logits kernel chose is the answer. float64 throughout, as on the host; only bare
-    logits, which change nothing by being widened, are compared as they are.
+    takes_best: the token that the logits kernel chose is the answer. find_highest: by a kernel, where there is one.
+    float64 throughout, as on the host; only bare logits, which change nothing by being widened, are compared as they
+    are.
     """
 
     def __init__(
-        self, params: SamplingParams, banned_ids: npt.NDArray[np.int64], memory: DeviceMemory, takes_best: bool = False
+        self,
+        params: SamplingParams,
+        banned_ids: npt.NDArray[np.int64],
+        memory: DeviceMemory,
+        takes_best: bool = False,
+        find_highest: Highest = highest,
     ) -> None:
-        self.params, self._memory, self._takes_best = params, memory, takes_best
+        self.params, self._memory, self._takes_best, self._highest = params, memory, takes_best, find_highest
         self._device = memory.device
         self._n_vocabulary = memory.logits.shape[0]
         self._repeats, self._counts, self._is_adjusted = repeats(params), counts(params), is_adjusted(params)
@@ -235,7 +242,7 @@ class DeviceSampler:
         is_mirostat, is_typical = params.mirostat_tau is not None, params.typical_p < 1
         n = min(params.top_k, self._n_vocabulary) if params.top_k and not is_mirostat else values.shape[0]
         if n < values.shape[0] or not is_typical:
-            values, ids = highest(values, ids, n)
+            values, ids = self._highest(values, n)
         values = values.to(torch.float64, copy=True)
         # A number of its own where the first place may be cut.
         shift = self._shift(values.amax(0, keepdim=True) if is_typical or params.xtc_probability > 0 else values[:1])
@@ -288,7 +295,7 @@ class DeviceSampler:
         if not self._n_tops:
             return ()
         torch.add(self._memory.logits, 0.0, out=self._bare[: self._n_vocabulary])
-        values, ids = highest(self._bare, self._ids, self._n_tops)
+        values, ids = self._highest(self._bare, self._n_tops)
         return ids.double(), values.double()
 
     def _filled(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

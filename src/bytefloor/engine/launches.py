@@ -13,8 +13,8 @@ from bytefloor.model.fuse import FusedAttention, FusedProduct
 PRODUCT_WARPS = 16
 SLOT_RECORDS = 4
 """Records of a slot of a product's ring: one for each warp of a group."""
-MOST_HEADS = 16
-"""Query heads of an attention block: the columns of two tensor core operations."""
+MOST_HEADS = 8
+"""Query heads of an attention block: the columns of a tensor core operation, and a warp each."""
 ATTENTION_WARPS = 8
 RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
@@ -24,10 +24,8 @@ MOST_COLUMNS = 4096
 """Of a part, where a product may be split: more of them take long to prepare in every block."""
 ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
-POSITIONS_A_RUN = {False: 128, True: 64}
-"""Of an attention block at least where a band is cut, by whether heads are 256 or wider."""
-LONE_POSITIONS = 192
-"""A band of no more is not cut: merging would cost more than its tiles one after another."""
+LEAST_TILES = 2
+"""Of a run at least, where tiles are taken one after another: below, merging costs more."""
 
 
 @dataclass(frozen=True)
@@ -169,14 +167,19 @@ def plan_attention(
     tile = 16 if e > 256 else 32 if e > 128 else 64
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
-    columns, parts = ceil_div(heads, 8), ATTENTION_WARPS // (tile // 16)
+    parts = ATTENTION_WARPS // (tile // 16)
     stage_bytes = 2 * tile * (e + 8) * 2
-    fixed = max(parts * columns * 8 * (tile + 4) * 4, e * 4) + 2 * e * 4
-    stages = min(MOST_STAGES, (card.block_bytes - fixed) // stage_bytes)
-    shared = stages * stage_bytes + fixed
-    # Of a wide head one block a multiprocessor: its parts are long, and two of them cost more than they fetch sooner.
-    fitting = min(2, card.multiprocessor_bytes // (shared + RESERVED_BYTES))
-    on_device = card.n_multiprocessors * (1 if e > 256 else fitting)
+
+    def beside_tiles(together: int) -> int:
+        n, queries = together * tile, heads * e * 4 if together > 1 else 0
+        shares, factors = max(2 * heads * (n + 8) * 2, queries), 32
+        return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
+
+    stages = min(MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes)
+    room = card.block_bytes - stages * stage_bytes
+    together = max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
+    shared = stages * stage_bytes + beside_tiles(together)
+    on_device = card.n_multiprocessors * min(2, card.multiprocessor_bytes // (shared + RESERVED_BYTES))
     n_groups = n_heads // heads
     longest = min(plan.capacity, kind.window + tile) if kind.window else plan.capacity
     max_runs = max(1, min(on_device // n_groups, ceil_div(longest, tile) + 1))
@@ -194,9 +197,9 @@ def plan_attention(
         PAGE=plan.page_size,
         TILE=tile,
         STAGES=stages,
+        TOGETHER=together,
         MAX_RUNS=max_runs,
-        LONE_TILES=LONE_POSITIONS // tile,
-        MIN_TILES=ceil_div(POSITIONS_A_RUN[e >= 256], tile),
+        MIN_TILES=together if together > 1 else LEAST_TILES,
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,
