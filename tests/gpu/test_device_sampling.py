@@ -64,6 +64,7 @@ class Captured:
 
 @cache
 def find_by_kernel(n_vocabulary: int) -> DeviceHighest:
+    torch.zeros(1, device=CUDA)  # a context, for the kernels to be loaded into
     specs = highest_specs(n_vocabulary)
     kernels = load_kernels(list(specs.values()), device_architecture(CUDA))
     return DeviceHighest(n_vocabulary, {dtype: kernels[spec] for dtype, spec in specs.items()})
