@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
-from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor, refuse_unproven
+from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.reference import ReferenceExecutor
@@ -24,7 +24,6 @@ from bytefloor.files.stored import Checkpoint, StoredTensor
 from bytefloor.formats import get
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
-from bytefloor.model.fuse import fuse_one_row
 from bytefloor.model.step import Step
 from kernel_twins import TwinDevice
 
@@ -230,19 +229,6 @@ def test_other_formats_run_like_any_others(
     for chunk in (1, 70):
         executor.poison()
         assert difference(rows_of(executor, IDS, chunk), expected) < TIES
-
-
-def test_what_no_card_has_run_is_refused_on_a_card_only() -> None:
-    shape = SHAPES["gemma4-e"]
-    model = load_model(checkpoint_of("gemma4-e", shape, "Q4_K_M", "cpu"))
-    fused = fuse_one_row(build_step(model.config, model.weights, DEVICE_ROUNDING))
-    refuse_unproven(fused, torch.device("cpu"))
-    with pytest.raises(UnsupportedError, match="per-layer inputs: their kernels have not"):
-        refuse_unproven(fused, torch.device("cuda"))
-    model = load_model(as_affine(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
-    fused = fuse_one_row(build_step(model.config, model.weights, DEVICE_ROUNDING))
-    with pytest.raises(UnsupportedError, match="affine-4b-g64: its kernels have not"):
-        refuse_unproven(fused, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,9 @@ from bytefloor.engine.progress import COMPILING, Progress, Silent
 from bytefloor.engine.prompt import PromptRunner, prompt_bytes, unpack_specs
 from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
-from bytefloor.model.fuse import Fused, FusedPerLayer, fuse_one_row
+from bytefloor.model.fuse import Fused, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
 
-PROVEN = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
-"""Formats of matrices whose kernels a card has compared with float64. Others have run on a CPU, a warp at a time."""
 MOST_ROWS_ONE_BY_ONE = 24
 """Rows of a batch that go through the decode graph one after another; more are cheaper through the plain list."""
 
@@ -62,7 +60,6 @@ class DeviceExecutor:
         fused = fuse_one_row(step)
         self.architecture = device_architecture(self.device)
         check_list(step)
-        refuse_unproven(fused, self.device)
         self.weights = PackedWeights(fused, self.device)
         launches, memory_plan = self._rehearse(fused)
         check_memory(memory_plan, progress, advice)
@@ -283,18 +280,6 @@ def check_list(step: Step) -> None:
         raise UnsupportedError(
             f"the kernels round activations to int16_g32 and keep a bf16 cache; the list says {found}"
         )
-
-
-def refuse_unproven(fused: Sequence[Fused], device: torch.device) -> None:
-    """UnsupportedError for kernels that have run as Python twins only: nobody is answered by what no card has run."""
-    if device.type != "cuda":
-        return
-    not_yet = "not been compared with the reference on a card yet"
-    if any(isinstance(part, FusedPerLayer) for part in fused):
-        raise UnsupportedError(f"per-layer inputs: their kernels have {not_yet}")
-    for weight in (weight for part in fused for call in part.replaces for weight in call.weights):
-        if len(weight.shape) == 2 and weight.stored.format_name not in PROVEN:
-            raise UnsupportedError(f"{weight.stored.format_name}: its kernels have {not_yet}")
 
 
 def device_architecture(device: torch.device) -> str:
