@@ -96,6 +96,16 @@ def test_rows_one_by_one_equal_the_reference_that_rounds_alike(make: Make, step:
         assert difference(rows_of(executor, IDS, chunk), expected) < TIES
 
 
+def test_per_layer_inputs_may_be_narrower_than_a_record(make: Make) -> None:
+    shape = replace(SHAPES["gemma4-e"], per_layer_width=32)
+    model = load_model(checkpoint_of("gemma4-e", shape, "BF16", "cpu"))
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    executor, expected = make(step), reference_logits(step, IDS)
+    for chunk in (MOST_ROWS_ONE_BY_ONE, 70):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
 def test_prompts_equal_the_reference(make: Make, step: Step) -> None:
     """The plain list over packed matrices, gate and up taken apart again; later rows by the graph, same pages."""
     expected = reference_logits(step, IDS)

@@ -81,6 +81,18 @@ def test_no_byte_is_lost_or_invented() -> None:
         assert ones[0] == ones[1]
 
 
+@pytest.mark.parametrize("k", [32, 96, 1000])
+@pytest.mark.parametrize("name", ["BF16", "F16"])
+def test_plain_values_are_filled_up_with_columns_of_zeros(name: str, k: int) -> None:
+    """The per-layer inputs of a small E model are 32 wide."""
+    parts = random_parts(name, 32, k)
+    form, whole = stream.choose(name, 32, k), -(-k // 64) * 64
+    filled = torch.zeros(32, whole, dtype=parts["values"].dtype)
+    filled[:, :k] = parts["values"]
+    assert torch.equal(form.pack(parts), form.pack({"values": filled}))
+    assert form.pack(parts).numel() == form.n_bytes(32, k) == form.n_bytes(32, whole)
+
+
 def test_what_has_no_form_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="IQ3_S has no stream form"):
         stream.choose("IQ3_S", 16, 256)

@@ -63,6 +63,15 @@ def test_narrow_rows_are_packed_and_undone(name: str, k: int) -> None:
     test_packing_is_undone_bit_for_bit(name, k)
 
 
+@pytest.mark.parametrize("k", [32, 96, 1000])
+@pytest.mark.parametrize("name", ["BF16", "F16"])
+def test_rows_of_no_whole_record_are_filled_up(name: str, k: int) -> None:
+    """Packed, undone and multiplied; normed over the columns that there are."""
+    test_packing_is_undone_bit_for_bit(name, k)
+    test_product_equals_float64(name, 320, k)
+    check_norms(name, k, has_post_norm=True, has_scalar=True)
+
+
 @pytest.mark.parametrize(("n", "k"), [(48, 1024), (3840, 3840), (272, 15360)])
 @pytest.mark.parametrize("name", [*AFFINE, "Q2_K", "Q3_K", "FP8-E4M3-row", "mlx-mxfp8", *lookups.NAMES])
 def test_products_and_values_of_other_formats(name: str, n: int, k: int) -> None:
@@ -144,6 +153,10 @@ def rms(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("k", [512, 3840])
 def test_norms_before_a_product(k: int, has_post_norm: bool, has_scalar: bool) -> None:
     """The residual takes up the last block's planes, is written once, and is normed for the product."""
+    check_norms("Q4_K", k, has_post_norm, has_scalar)
+
+
+def check_norms(name: str, k: int, has_post_norm: bool, has_scalar: bool) -> None:
     x, planes = torch.randn(k, device="cuda"), torch.randn(3, k, device="cuda")
     post, norm = torch.randn(k, device="cuda"), torch.randn(k, device="cuda")
     scalar = torch.tensor([0.37], device="cuda")
@@ -151,7 +164,7 @@ def test_norms_before_a_product(k: int, has_post_norm: bool, has_scalar: bool) -
     fused = FusedProduct(
         **{**vars(fused), "post_norm": norm_call() if has_post_norm else None, "scalar": scalar if has_scalar else None}
     )
-    found, dense, x_out = run_product(fused, [("Q4_K", 320)], k, x, delta=planes, post=post, norm=norm, scalar=scalar)
+    found, dense, x_out = run_product(fused, [(name, 320)], k, x, delta=planes, post=post, norm=norm, scalar=scalar)
     delta = planes.double().sum(0)
     residual = x.double() + (rms(delta) * post.double() if has_post_norm else delta)
     residual = residual * scalar.double() if has_scalar else residual

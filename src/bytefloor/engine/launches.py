@@ -85,12 +85,15 @@ def plan_product(
     if any(segment.form.columns != columns for segment in segments):
         names = ", ".join(segment.form.name for segment in segments)
         raise UnsupportedError(f"{fused.part}: no kernel for products of {names} in one launch")
-    n = sum(segment.n for segment in segments)
+    if k % 8:
+        raise UnsupportedError(f"{fused.part}: no kernel for products over {k} columns, which are not eights")
+    n, all_records = sum(segment.n for segment in segments), segments[0].form.n_records(k)
     n_tiles = n // ROWS
-    # Norms, and the residual that the first block writes, need all columns in every block.
-    is_whole = fused.norm is not None or fused.has_delta
-    parts = 1 if is_whole else count_parts(k // columns, k, n_tiles, card.n_multiprocessors)
-    part_columns, n_records = k // parts, k // columns // parts
+    # Norms, and the residual that the first block writes, need all columns in every block; zeros stand at the end only.
+    is_whole = fused.norm is not None or fused.has_delta or all_records * columns != k
+    parts = 1 if is_whole else count_parts(all_records, k, n_tiles, card.n_multiprocessors)
+    n_records = all_records // parts
+    part_columns = n_records * columns
     blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     record_bytes = max(segment.form.record_bytes for segment in segments)
     slots_an_item = ceil_div(n_records, SLOT_RECORDS)
@@ -122,6 +125,7 @@ def plan_product(
         RECORD_BYTES=record_bytes,
         WARPS=PRODUCT_WARPS,
         K=part_columns,
+        K_IN=k // parts,
         PARTS=parts,
         N=n,
         NORM=fused.norm is not None,

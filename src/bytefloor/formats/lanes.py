@@ -33,7 +33,8 @@ class StreamForm:
     """One layout. Its CUDA side is the struct of the same name in ``ops/stream*.cuh``.
 
     columns: K of a record. record_bytes: its size. pack: parts of the stored tensor -> uint8 [tiles, K / columns,
-    record_bytes]; N must be a multiple of 16 and K of ``columns``.
+    record_bytes]; N must be a multiple of 16, and K of ``columns`` but for formats of plain values, which are filled up
+    with columns of zeros.
     """
 
     name: str
@@ -43,7 +44,11 @@ class StreamForm:
 
     def n_bytes(self, n: int, k: int) -> int:
         """Bytes of an N x K matrix on the device."""
-        return n // ROWS * (k // self.columns) * self.record_bytes
+        return n // ROWS * self.n_records(k) * self.record_bytes
+
+    def n_records(self, k: int) -> int:
+        """Records of a row tile of K columns."""
+        return -(-k // self.columns)
 
 
 def per_lane(codes: Tensor, steps: int) -> Tensor:

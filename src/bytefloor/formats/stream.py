@@ -171,6 +171,7 @@ _PLAIN = ("BF16", "F16")
 def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
     def pack(parts: Parts) -> Tensor:
         values = parts["values"].contiguous().view(torch.int16)
+        values = torch.nn.functional.pad(values, (0, -values.shape[1] % STEP))
         owned = per_lane(values.unflatten(1, (-1, 32)), steps).unflatten(-1, (2, 2, 2))
         return join(owned.permute(0, 1, 2, 4, 6, 3, 7, 5, 8))
 
@@ -180,7 +181,6 @@ def _pack_plain(steps: int) -> Callable[[Parts], Tensor]:
 def _stepped_form(format_name: str, k: int) -> StreamForm:
     """As many steps a record as K allows, up to four: longer records are cheaper to fetch. Of 16 bits, one."""
     if format_name in _PLAIN:
-        steps_a_record(format_name, k)
         return StreamForm(f"{format_name}<1>", STEP, 2048, _pack_plain(1))
     steps = steps_a_record(format_name, k)
     name = f"{format_name}<{steps}>"

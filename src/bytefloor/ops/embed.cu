@@ -5,7 +5,7 @@ extern "C" __global__ void embed(const u8* table, const State* state, float* out
     let_next_start();
     int column = blockIdx.x * blockDim.x + threadIdx.x, token = state->token;
     if (column >= D) return;
-    constexpr int records = D / FORM::COLUMNS;
+    constexpr int records = (D + FORM::COLUMNS - 1) / FORM::COLUMNS;
     const u8* record = table + ((size_t)(token / 16) * records + column / FORM::COLUMNS) * FORM::BYTES;
     // The host refuses ids outside the table; -1 follows logits that were NaN, and stays that.
     float v = token < 0 || token >= V ? __int_as_float(0x7fc00000) : FORM::value(record, token % 16, column % FORM::COLUMNS) * SCALE;

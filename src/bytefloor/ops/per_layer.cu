@@ -11,7 +11,7 @@ extern "C" __global__ void per_layer(const float* projected, const float* weight
     int warps = blockDim.x / 32, layer = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32, token = state->token;
     u32 parity = parity_of(state);
     if (layer < L) {
-        constexpr int records = L * P / FORM::COLUMNS;
+        constexpr int records = (L * P + FORM::COLUMNS - 1) / FORM::COLUMNS;
         float own[PER_LANE], v[PER_LANE], by[PER_LANE];
 #pragma unroll
         for (int m = 0; m < PER_LANE; m++) {

@@ -3,7 +3,7 @@
 // y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU rows of gate and up
 // alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves instead, in one plane; with FACTOR there is no up, and
 // h[n] = act(y[n]) * factor[n].
-// x: float32 [K]. DELTA_PLANES: x' = (residual + post_norm(sum of delta planes)) * scalar, which block 0 writes. NORM:
+// x: float32 [K_IN], of K columns, which are more where weights were filled up with zeros. DELTA_PLANES: x' = (residual + post_norm(sum of delta planes)) * scalar, which block 0 writes. NORM:
 // x = x' / rms(x') * weight. Activations become 16-bit codes in groups of 32, scale max / 32512, which is
 // the only rounding here beside that of handover.cuh.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
@@ -17,7 +17,7 @@
 // slots go to groups of four warps in turn. One more warp adds up the records of each item, in order, and hands its rows over.
 //
 // Defined by the host: SEGMENTS as S(tiles, form) ..., COLUMNS of their records (K decides it, so they agree) and the
-// RECORD_BYTES of the largest; WARPS, K (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
+// RECORD_BYTES of the largest; WARPS, K and K_IN (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
 // SLOTS, BUFFERS (of items), BLOCKS, STATIC_ITEMS (of a block), INTERLEAVE, EPS.
 
 constexpr int GROUP = 4, N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;
@@ -27,6 +27,7 @@ constexpr u32 DRAWS = TILES - FIRST_DRAWN + BLOCKS_A_PART;  // a launch: every i
 constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K, AT_SHARES = AT_XS + K / 32 * 16,
               AT_BARRIERS = AT_SHARES + BUFFERS * RECORDS * ROWS * 4, AT_SLOTS = AT_BARRIERS + 2 * (SLOTS + BUFFERS) * 8,
               AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_SUMS = AT_ITEMS + BUFFERS * 4;
+static_assert(K_IN % 8 == 0 && K_IN <= K && K - K_IN < COLUMNS && (K_IN == K || PARTS == 1), "columns of zeros at the end only");
 static_assert(WARPS % GROUP == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
 static_assert(TILES % INTERLEAVE == 0, "items in rows of equal length");
 static_assert(BLOCKS % PARTS == 0 && FIRST_DRAWN <= TILES && !((NORM || DELTA_PLANES) && PARTS > 1), "items of all parts are shared out");
@@ -133,7 +134,7 @@ struct Values {  // eight consecutive values a thread and round; zeros past the 
     __device__ __forceinline__ void load(const float* p, int tid) {
 #pragma unroll
         for (int r = 0; r < ROUNDS; r++) {
-            const float4* at = (const float4*)(p + min((r * CONSUMERS + tid) * 8, K - 8));
+            const float4* at = (const float4*)(p + min((r * CONSUMERS + tid) * 8, K_IN - 8));
             float4 a = at[0], b = at[1];
             v[r][0] = a.x, v[r][1] = a.y, v[r][2] = a.z, v[r][3] = a.w;
             v[r][4] = b.x, v[r][5] = b.y, v[r][6] = b.z, v[r][7] = b.w;
@@ -152,7 +153,7 @@ struct Values {  // eight consecutive values a thread and round; zeros past the 
 // The sum of N planes, once all of it is there.
 template <int N_PLANES> __device__ __forceinline__ void await_planes(Values& x, const float* p, u32 parity, int tid) {
     // One word a warp first, now and then, so that whoever still streams weights is not disturbed.
-    if ((tid & 31) == 0) await(p + min(tid * 8, K - 8) + (N_PLANES - 1) * K, parity);
+    if ((tid & 31) == 0) await(p + min(tid * 8, K_IN - 8) + (N_PLANES - 1) * K_IN, parity);
     __syncwarp();
     Patience patience;
     u32 late;
@@ -162,7 +163,7 @@ template <int N_PLANES> __device__ __forceinline__ void await_planes(Values& x, 
         for (int plane = 0; plane < N_PLANES; plane++)
 #pragma unroll
             for (int i = 0; i < 2 * ROUNDS; i++) {
-                uint4 w = peek4(p + plane * K + min((i / 2 * CONSUMERS + tid) * 8, K - 8) + i % 2 * 4);
+                uint4 w = peek4(p + plane * K_IN + min((i / 2 * CONSUMERS + tid) * 8, K_IN - 8) + i % 2 * 4);
                 late |= w.x ^ parity, late |= w.y ^ parity, late |= w.z ^ parity, late |= w.w ^ parity;
                 float part[4] = {unstamped(w.x), unstamped(w.y), unstamped(w.z), unstamped(w.w)};
 #pragma unroll
@@ -175,7 +176,7 @@ template <int N_PLANES> __device__ __forceinline__ void await_planes(Values& x, 
     } while (late & 1);
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
-        if ((r * CONSUMERS + tid) * 8 >= K)
+        if ((r * CONSUMERS + tid) * 8 >= K_IN)
 #pragma unroll
             for (int j = 0; j < 8; j++) x.v[r][j] = 0;
 }
@@ -234,7 +235,7 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
     await_planes<1>(x, x_in, parity, tid);  // from two kernels ago or earlier: there already
     await_planes<DELTA_PLANES>(d, delta, parity, tid);
 #if POST_NORM
-    float inverse_post = rsqrtf(sum_consumers(d.sum_of_squares(), sums, warp, lane) / K + EPS);
+    float inverse_post = rsqrtf(sum_consumers(d.sum_of_squares(), sums, warp, lane) / K_IN + EPS);
 #endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
@@ -249,7 +250,7 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
 #endif
             if (SCALAR) v[j] *= by;
         }
-        if (blockIdx.x == 0 && i < K) {
+        if (blockIdx.x == 0 && i < K_IN) {
             hand_over4(x_out + i, make_float4(v[0], v[1], v[2], v[3]), parity);
             hand_over4(x_out + i + 4, make_float4(v[4], v[5], v[6], v[7]), parity);
         }
@@ -258,7 +259,7 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
     await_planes<1>(x, x_in, parity, tid);
 #endif
 #if NORM
-    float inverse = rsqrtf(sum_consumers(x.sum_of_squares(), sums + WARPS, warp, lane) / K + EPS);
+    float inverse = rsqrtf(sum_consumers(x.sum_of_squares(), sums + WARPS, warp, lane) / K_IN + EPS);
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
 #pragma unroll

@@ -3,7 +3,7 @@
 // Defined by the host: FORM, K.
 extern "C" __global__ void unpack(const u8* packed, const long long* rows, int first, int step, int n, float* out) {
     wait_for_previous();
-    constexpr int records = K / FORM::COLUMNS;
+    constexpr int records = (K + FORM::COLUMNS - 1) / FORM::COLUMNS;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < (size_t)n * K; i += (size_t)gridDim.x * blockDim.x) {
         int at = i / K, column = i % K, row = rows ? (int)rows[at] : first + step * at;
         const u8* record = packed + ((size_t)(row / 16) * records + column / FORM::COLUMNS) * FORM::BYTES;
