@@ -38,8 +38,8 @@ MODELS = ("gemma4-12b", "llama31-8b", "qwen3-8b")
 SIZES_MB = (30, 75, 500)
 SIZE_K = 4096
 """Columns of the matrices that are named by their size."""
-ROTATED_BYTES = 400_000_000
-"""What a kernel reads before it meets the same bytes again: several times the largest L2, 60 MB."""
+ROTATED_BYTES = 1_200_000_000
+"""What a kernel reads before it meets the same bytes again: a twentieth of it can still be in an L2 of 60 MB."""
 MOST_COPIES = 64
 """Small matrices stay in L2 then, as they do when a model runs."""
 LEAST_LAUNCHES = 256
