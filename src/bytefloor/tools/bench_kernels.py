@@ -32,6 +32,7 @@ from bytefloor.model.families import load_model
 from bytefloor.model.fuse import FusedProduct, fuse_one_row
 from bytefloor.model.step import Step
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, spread
+from bytefloor.tools.instructions import instructions_a_byte
 
 FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
 MODELS = ("gemma4-12b", "llama31-8b", "qwen3-8b")
@@ -64,11 +65,12 @@ class KernelRow(Measured):
     """One kernel at one shape. Times are medians of graphs of many launches.
 
     n, k: rows (of all matrices of the launch) and columns. file_bytes: as a file stores what is read; moved_bytes: as
-    the device does. gb_s: file_bytes / us. n_copies: matrices that launches take by turns.
+    the device does. gb_s: file_bytes / us. n_copies: matrices that launches take by turns. instructions_a_byte: those
+    of a warp's inner loop for each byte of moved weights.
     """
 
     COLUMNS: ClassVar = (
-        "shape", "n", "k", "format", "file_bytes", "us", "us_spread", "gb_s", "share",
+        "shape", "n", "k", "format", "file_bytes", "us", "us_spread", "gb_s", "share", "instructions_a_byte",
     )  # fmt: skip
     verb: str
     shape: str
@@ -82,6 +84,7 @@ class KernelRow(Measured):
     gb_s: float
     share: float
     n_copies: int
+    instructions_a_byte: float
     stream_gb_s: float
     card: str
     clock_mhz: int | None
@@ -239,8 +242,10 @@ class _Bench:
         pairs = [pair for executor in executors for pair in self._launches(executor)]
         for timed in self.products:
             launches = [launch for found, launch in pairs if found == timed]
-            times_us = time_launches(launches, executors[0].architecture, self.device, self.repeats)
-            yield self._row(timed, times_us, len(launches))
+            architecture = executors[0].architecture
+            times_us = time_launches(launches, architecture, self.device, self.repeats)
+            issued = instructions_a_byte(stream.choose(timed.format, stream.ROWS, timed.k), architecture)
+            yield self._row(timed, times_us, len(launches), issued)
 
     def _open(self, n_copies: int) -> list[DeviceExecutor]:
         """One model of many layers, or many of one layer."""
@@ -262,7 +267,7 @@ class _Bench:
         pairs = zip(describe(self.case, executor.step), launches, strict=True)
         return [(timed, launch) for (part, timed), launch in pairs if not part.startswith(first)]
 
-    def _row(self, timed: Timed, times_us: Sequence[float], n_copies: int) -> KernelRow:
+    def _row(self, timed: Timed, times_us: Sequence[float], n_copies: int, issued: float) -> KernelRow:
         us = median(times_us)
         gb_s = timed.file_bytes / us / 1e3
         return KernelRow(
@@ -273,6 +278,7 @@ class _Bench:
             gb_s=round(gb_s, 1),
             share=round(gb_s / self.stream_gb_s, 4),
             n_copies=n_copies,
+            instructions_a_byte=round(issued, 4),
             stream_gb_s=round(self.stream_gb_s, 1),
             **origin(self.device),
         )
