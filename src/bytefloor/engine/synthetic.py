@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,37 @@ from bytefloor.formats.finite import SCALE_OFFSETS
 from bytefloor.formats.record import QuantFormat
 
 PREFIX = "synthetic:"
-MIXTURES = ("Q4_K_M", "Q8_0", "BF16")
 BAND = 4096
 """Rows of a matrix that are drawn at once."""
 KEPT = ("per_layer_model_proj.weight",)
 """Matrices that the quantiser leaves as they are: in 16 bits, whatever the mixture."""
+SAMPLED = 16
+"""Rows that tell how many bytes a row has."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Formats of a mixture's matrices. None: as all others. table: the embedding and the head."""
+
+    others: str
+    gate_up: str | None = None
+    down: str | None = None
+    table: str | None = None
+
+
+BY_ROLE = {
+    "Q8_0": Roles("Q8_0"),
+    "BF16": Roles("BF16"),
+    "MLX-4bit": Roles("affine-4b-g64"),
+    "MLX-4bit-MLP-8bit": Roles("affine-4b-g64", gate_up="affine-8b-g64", down="affine-8b-g64"),
+    "MLX-4bit-down-8bit": Roles("affine-4b-g64", down="affine-8b-g64"),
+    "MLX-4bit-MLP-g32": Roles("affine-4b-g64", gate_up="affine-4b-g32", down="affine-4b-g32"),
+    "FP4": Roles("FP4-E2M1-g128", table="FP8-E4M3-row"),
+    "FP8": Roles("FP8-E4M3-row", table="BF16"),
+    "NVFP4": Roles("NVFP4-modelopt", table="BF16"),
+}
+"""Mixtures whose formats follow from what a matrix does; those of Q4_K_M follow from the layer too."""
+MIXTURES = ("Q4_K_M", *BY_ROLE)
 
 
 @dataclass(frozen=True)
@@ -75,6 +102,8 @@ SHAPES = {
     "llama31-8b": Shape("llama", 4096, 14336, 32, 32, 8, 128, 128256, 131072, False, {"rope.freq_base": 5e5}),
     "qwen3-8b": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, False, {"rope.freq_base": 1e6}),
     "smollm2-135m": Shape("llama", 576, 1536, 30, 9, 3, 64, 49152, 8192, True, {"rope.freq_base": 1e5}),
+    # No published model: sixteen query heads over one KV head in every layer, whose long caches are all that counts.
+    "multi-query": Shape("llama", 2048, 8192, 24, 16, 1, 128, 32768, 131072, True, {"rope.freq_base": 5e5}),
     "gemma3-270m": Shape(
         "gemma3", 640, 2048, 18, 4, 1, 256, 262144, 32768, True,
         {"attention.sliding_window": 512, "rope.freq_base": 1e6, "attention.sliding_window_pattern": 6},
@@ -92,6 +121,10 @@ def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
     model, _, mixture = name.removeprefix(PREFIX).partition("/")
     if model not in SHAPES or mixture not in MIXTURES:
         raise RequestError(f"{name}: expected {PREFIX}MODEL/MIXTURE of {', '.join(SHAPES)} and {', '.join(MIXTURES)}")
+    for tensor, size in _tensor_shapes(SHAPES[model]).items():
+        kind = _format(tensor, size, SHAPES[model], mixture)
+        if size[-1] % get(kind).block:
+            raise RequestError(f"{name}: {tensor} has {size[-1]} columns, {kind} needs a multiple of {get(kind).block}")
     return checkpoint_of(name, SHAPES[model], mixture, device)
 
 
@@ -184,7 +217,7 @@ def _format(tensor: str, size: tuple[int, ...], shape: Shape, mixture: str) -> s
     if tensor in KEPT:
         return "BF16"
     if mixture != "Q4_K_M":
-        return mixture
+        return _format_by_role(tensor, BY_ROLE.get(mixture, Roles(mixture)))
     wanted = "Q4_K"
     if tensor in ("token_embd.weight", "output.weight"):
         is_head = tensor == "output.weight" or shape.is_tied
@@ -193,6 +226,13 @@ def _format(tensor: str, size: tuple[int, ...], shape: Shape, mixture: str) -> s
         wanted = "Q6_K" if _has_more_bits(int(tensor.split(".")[1]), shape.n_layers) else "Q4_K"
     narrow = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
     return narrow[wanted] if size[1] % 256 else wanted
+
+
+def _format_by_role(tensor: str, roles: Roles) -> str:
+    if tensor in ("token_embd.weight", "output.weight", "per_layer_token_embd.weight"):
+        return roles.table or roles.others
+    own = roles.down if "ffn_down" in tensor else roles.gate_up if "ffn_" in tensor else None
+    return own or roles.others
 
 
 def _has_more_bits(layer: int, n_layers: int) -> bool:
@@ -230,8 +270,7 @@ def _mean(tensor: str, size: tuple[int, ...], shape: Shape) -> float:
 
 def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device, mean: float = 1.0) -> StoredTensor:
     record = get(kind)
-    n = math.prod(size)
-    n_bytes = n * (4 if kind == "F32" else 2) if record.block_bytes is None else n // record.block * record.block_bytes
+    n_bytes = _n_bytes(kind, size) if len(size) == 2 else math.prod(size) * 4
     if len(size) < 2 or size[0] <= BAND:
         return StoredTensor(name, size, kind, record, n_bytes, lambda: _draw(name, size, record, device, mean))
 
@@ -239,13 +278,31 @@ def _stored(name: str, size: tuple[int, ...], kind: str, device: torch.device, m
         return _stored(f"{name} {i}", (min(BAND, size[0] - i * BAND), size[1]), kind, device)
 
     def read() -> dict[str, Tensor]:
-        part, first = next(iter(band(0).read().items()))
-        whole = first.new_empty(size[0], first.shape[1])
+        first = band(0).read()
+        # What is not by rows, a scale of the whole tensor, is the same in every band.
+        whole = {
+            name: part.new_empty(size[0], part.shape[1]) if _is_by_row(part, BAND) else part
+            for name, part in first.items()
+        }
         for i in range(-(-size[0] // BAND)):
-            whole[i * BAND : (i + 1) * BAND] = band(i).read()[part]
-        return {part: whole}
+            for name, part in (first if i == 0 else band(i).read()).items():
+                if _is_by_row(first[name], BAND):
+                    whole[name][i * BAND : (i + 1) * BAND] = part
+        return whole
 
     return _Banded(name, size, kind, record, n_bytes, read, band=band)
+
+
+def _is_by_row(part: Tensor, n_rows: int) -> bool:
+    return part.dim() == 2 and part.shape[0] == n_rows
+
+
+@cache
+def _n_bytes(kind: str, size: tuple[int, int]) -> int:
+    """Of all parts of a matrix, from those of a few rows."""
+    parts = _draw(kind, (SAMPLED, size[1]), get(kind), torch.device("cpu"), 1.0).values()
+    by_row = sum(part.nbytes for part in parts if _is_by_row(part, SAMPLED))
+    return by_row // SAMPLED * size[0] + sum(part.nbytes for part in parts if not _is_by_row(part, SAMPLED))
 
 
 def _draw(
@@ -259,10 +316,28 @@ def _draw(
         return {"values": factors}
     if record.block_bytes is not None:
         return {"blocks": _random_blocks(record, size, generator, device)}
+    if record.name.startswith("NVFP4"):
+        return _random_nvfp4(record, size, generator, device)
     values = torch.randn(size, generator=generator, device=device)
     if record.name == "F32":
         return {"values": values.mul_(0.1).add_(1.0).mul_(mean)}
-    return {"values": values.mul_(size[-1] ** -0.5).to(torch.float16 if record.name == "F16" else torch.bfloat16)}
+    assert record.encode is not None
+    return record.encode(values.mul_(size[-1] ** -0.5))
+
+
+def _random_nvfp4(
+    record: QuantFormat, size: tuple[int, ...], generator: torch.Generator, device: torch.device
+) -> dict[str, Tensor]:
+    """Random codes, whose root mean square is 2.9, scales of 0.5 to 1.9, and a scale of the tensor for the spread."""
+    codes, scales, whole = *record.parts, *record.optional_parts
+    shape = (size[0], size[1] // record.block)
+    chosen = torch.randint(0x30, 0x40, shape, generator=generator, device=device, dtype=torch.uint8)
+    pairs = (size[0], size[1] // 2)
+    return {
+        codes: torch.randint(0, 256, pairs, generator=generator, device=device, dtype=torch.uint8),
+        scales: chosen.view(torch.float8_e4m3fn),
+        whole: torch.tensor(size[1] ** -0.5 / 3, device=device),
+    }
 
 
 def _random_blocks(
