@@ -223,6 +223,25 @@ def as_fp8(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
+def with_formats(checkpoint: Checkpoint, other: Checkpoint, word: str) -> Checkpoint:
+    """Tensors with a word in their names from the other checkpoint."""
+    return replace(checkpoint, tensors={n: other.tensors[n] if word in n else t for n, t in checkpoint.tensors.items()})
+
+
+@pytest.mark.parametrize(("word", "n_launches"), [("attn_v", 2), ("attn_k", 3), ("attn_q", 2)])
+def test_q_k_and_v_may_have_records_of_different_widths(make: Make, word: str, n_launches: int) -> None:
+    shape = SHAPES["gemma3"]
+    ours, others = (checkpoint_of("gemma3", shape, kind, "cpu") for kind in ("Q4_K", "BF16"))
+    model = load_model(with_formats(ours, others, word))
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    executor, expected = make(step), reference_logits(step, IDS)
+    parts = [launch.part for launch in executor.launches if launch.kernel.name == "product"]
+    assert parts.count(parts[0]) == n_launches + 1, "and one for o"
+    for chunk in (1, 70):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
 @pytest.mark.parametrize(
     ("convert", "forms"),
     [(as_affine, {"Affine<4", "Affine<8"}), (as_fp4, {"FP4_g128<4", "NVFP4_pairs<4"}), (as_fp8, {"FP8<2"})],

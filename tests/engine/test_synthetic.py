@@ -38,9 +38,7 @@ def test_a_token_of_a_q4_k_m_reads_what_it_reads_of_the_published_files(name: st
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_every_model_and_mixture_has_a_step(name: str, mixture: str) -> None:
     if name == "smollm2-135m" and mixture == "FP4":
-        with pytest.raises(
-            RequestError, match="576 columns, FP4-E2M1-g128 needs a multiple of 128"
-        ):
+        with pytest.raises(RequestError, match="576 columns, FP4-E2M1-g128 needs a multiple of 128"):
             make_checkpoint(f"synthetic:{name}/{mixture}", "cpu")
         return
     model = load_model(make_checkpoint(f"synthetic:{name}/{mixture}", "cpu"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -89,6 +91,21 @@ def test_logits_agree_with_the_reference_that_rounds_alike(name: str) -> None:
     error = ((found - rounded).norm() / rounded.norm()).item()
     assert 0 < error < max(cost, 1e-3)
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("word", ["attn_v", "attn_k"])
+def test_q_k_and_v_of_different_record_widths_agree_with_the_reference(word: str) -> None:
+    """Two launches and three, each with the norm of its own; the residual is written by one of them."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ours, others = (checkpoint_of("gemma3", SHAPES["gemma3"], kind, "cuda") for kind in ("Q4_K", "BF16"))
+    tensors = {name: others.tensors[name] if word in name else t for name, t in ours.tensors.items()}
+    model = load_model(replace(ours, tensors=tensors))
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    executor = DeviceExecutor(step, CachePlan(256, 64))
+    executor.poison()
+    found, rounded = one_by_one(executor, ids), reference_logits(step, ids, rounds=True)
+    assert ((found - rounded).norm() / rounded.norm()).item() < 1e-2
 
 
 def reference_logits(step: Step, ids: list[int], rounds: bool) -> Tensor:

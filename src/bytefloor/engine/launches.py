@@ -80,11 +80,9 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
 def plan_product(
     fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, card: Card
 ) -> ProductLaunch:
-    """Grid, ring and constants of a product."""
+    """Grid, ring and constants of a product. segments: of one record width."""
     columns = segments[0].form.columns
-    if any(segment.form.columns != columns for segment in segments):
-        names = ", ".join(segment.form.name for segment in segments)
-        raise UnsupportedError(f"{fused.part}: no kernel for products of {names} in one launch")
+    assert all(segment.form.columns == columns for segment in segments)
     if k % 8:
         raise UnsupportedError(f"{fused.part}: no kernel for products over {k} columns, which are not eights")
     n, all_records = sum(segment.n for segment in segments), segments[0].form.n_records(k)

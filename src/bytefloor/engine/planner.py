@@ -87,8 +87,8 @@ class LaunchPlanner:
         return torch.zeros(n, dtype=torch.int32, device=self.memory.device)
 
     def plan_all(self) -> list[Launch]:
-        """One launch a fused call, in order."""
-        return [self._plan(fused) for fused in self.fused]
+        """The launches of every fused call, in order."""
+        return [launch for fused in self.fused for launch in self._plan(fused)]
 
     def _attention_plans(self) -> list[AttentionLaunch]:
         """Of all layers; their scratch does not depend on planes or eps."""
@@ -105,16 +105,16 @@ class LaunchPlanner:
         assert isinstance(n_heads, int)
         return n_heads
 
-    def _plan(self, fused: Fused) -> Launch:
-        if isinstance(fused, FusedEmbed):
-            return self._embed(fused)
-        if isinstance(fused, FusedPerLayer):
-            return self._per_layer(fused)
+    def _plan(self, fused: Fused) -> list[Launch]:
         if isinstance(fused, FusedProduct):
             return self._product(fused)
+        if isinstance(fused, FusedEmbed):
+            return [self._embed(fused)]
+        if isinstance(fused, FusedPerLayer):
+            return [self._per_layer(fused)]
         if isinstance(fused, FusedAttention):
-            return self._attention(fused)
-        return self._logits(fused)
+            return [self._attention(fused)]
+        return [self._logits(fused)]
 
     def _vector(self, weight: Weight | None) -> Tensor | None:
         return None if weight is None else self.weights.vector(weight)
@@ -167,7 +167,8 @@ class LaunchPlanner:
             raise UnsupportedError(f"{fused.part}: {n} per-layer inputs are not whole tiles of rows")
         return self.per_layer[fused.factor.attributes["index"] * n :][:n]
 
-    def _product(self, fused: FusedProduct) -> Launch:
+    def _product(self, fused: FusedProduct) -> list[Launch]:
+        """One launch, or several one after another where matrices have records of different widths."""
         weights = [matrix(call) for call in fused.products]
         k = weights[0].shape[1]
         if fused.is_pair:
@@ -181,28 +182,38 @@ class LaunchPlanner:
         norm = fused.norm or fused.post_norm
         eps = norm.attributes["eps"] if norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
-        plan = plan_product(fused, segments, k, delta_planes, eps, self.card)
-        n_out = sum(segment.n for segment in segments) // (2 if fused.is_pair else 1)
-        out = self._floats(plan.planes * n_out)
-        residual = self._floats(k) if fused.has_delta else None
+        runs = _runs_of_one_width(segments)
+        plans = [plan_product(fused, segments[chosen], k, delta_planes, eps, self.card) for chosen in runs]
+        if len(plans) > 1 and any(plan.planes > 1 for plan in plans):
+            names = ", ".join(segment.form.name for segment in segments)
+            raise UnsupportedError(f"{fused.part}: no kernels for products of {names} side by side, in parts")
+        sizes = [segment.n // (2 if fused.is_pair else 1) for segment in segments]
+        out = self._floats(plans[0].planes * sum(sizes))
         is_first = self.result is None  # nothing but the embedded token is there yet
-        arguments = (
-            *packed,
-            *[None] * (3 - len(packed)),
-            self.residual if is_first or fused.norm is not None or fused.has_delta else self.result,
-            self.result if fused.has_delta else None,
-            self._norm_weight(fused.post_norm),
-            self._norm_weight(fused.norm),
-            self._vector(fused.scalar),
-            residual,
-            out,
-            self._ints(plan.planes),
-            self.memory.state,
-            self._factor(fused),
-        )
-        self.residual = residual if residual is not None else self.residual
-        self.result, self.planes = out, plan.planes
-        return Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments)
+        x = self.residual if is_first or fused.norm is not None or fused.has_delta else self.result
+        launches: list[Launch] = []
+        for chosen, plan in zip(runs, plans, strict=True):
+            # The residual is the first launch's to write: what is handed over is written once.
+            residual = self._floats(k) if fused.has_delta else None
+            if residual is not None and not launches:
+                self.residual = residual
+            arguments = (
+                *packed[chosen],
+                *[None] * (3 - len(packed[chosen])),
+                x,
+                self.result if fused.has_delta else None,
+                self._norm_weight(fused.post_norm),
+                self._norm_weight(fused.norm),
+                self._vector(fused.scalar),
+                residual,
+                out[sum(sizes[: chosen.start]) :][: plan.planes * sum(sizes[chosen])],
+                self._ints(plan.planes),
+                self.memory.state,
+                self._factor(fused),
+            )
+            launches.append(Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments))
+        self.result, self.planes = out, plans[0].planes
+        return launches
 
     def _attention(self, fused: FusedAttention) -> Launch:
         norm = fused.q_norm or fused.v_norm
@@ -261,3 +272,9 @@ class LaunchPlanner:
             self.memory.history,
         )
         return Launch("head", kernel, (LOGITS_BLOCKS, 1), arguments)
+
+
+def _runs_of_one_width(segments: Sequence[Segment]) -> list[slice]:
+    """Neighbours whose records have as many columns: what one launch multiplies."""
+    starts = [i for i in range(len(segments)) if i == 0 or segments[i].form.columns != segments[i - 1].form.columns]
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(segments)], strict=True)]
