@@ -20,7 +20,7 @@ from bytefloor.engine.launches import (
     plan_attention,
     plan_product,
 )
-from bytefloor.errors import KernelError
+from bytefloor.errors import KernelError, UnsupportedError
 from bytefloor.formats import stream
 from bytefloor.model.fuse import FusedAttention, FusedProduct
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
@@ -199,6 +199,15 @@ def test_attention_fits_beside_a_product(name: str) -> None:
     assert attention.threads == 256
     for other in ("gemma4 12B qkv", "gemma4 12B down"):
         assert quarter(attention) + quarter(REPRESENTATIVE[other](H200)) <= REGISTERS // 4
+
+
+@pytest.mark.parametrize(("k", "planes"), [(1004, 1), (1000, 3)])
+def test_columns_that_no_kernel_can_take_are_refused(k: int, planes: int) -> None:
+    """Eights are loaded at once, and planes of the product before are whole row tiles apart."""
+    fused = product(("BF16", 320), k=k, norm=True)
+    segments = [Segment(stream.choose("BF16", 320, k), 320)]
+    with pytest.raises(UnsupportedError, match=f"over {k} columns of {planes} planes"):
+        plan_product(fused, segments, k, planes, 1e-6, H200)
 
 
 def test_a_kernel_that_does_not_compile_says_so() -> None:

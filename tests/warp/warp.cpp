@@ -36,9 +36,8 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
     unsigned long long both = (unsigned long long)y << 32 | x;
     unsigned out = 0;
     for (int i = 0; i < 4; i++) {
-        unsigned which = select >> 4 * i & 15, byte = both >> 8 * (which & 7) & 255;
-        if (which & 8) byte = byte & 128 ? 255 : 0;
-        out |= byte << 8 * i;
+        // Three bits of each four: the compiler masks the fourth away, which the instruction itself would take for a sign.
+        out |= (unsigned)(both >> 8 * (select >> 4 * i & 7) & 255) << 8 * i;
     }
     return out;
 }

@@ -147,7 +147,7 @@ class DecodeLoop:
 def capture(
     trunk: Callable[[], None], sample: Callable[[], None], stream: torch.cuda.Stream, device: torch.device
 ) -> Callable[[], None]:
-    """Both, one after the other, as a graph that is replayed on the current stream. trunk: its kernels have run before.
+    """Both, one after the other, as a graph that is replayed on the current stream. trunk: its kernels are loaded.
 
     On a CPU, which has no graphs, the work itself.
     """

@@ -83,8 +83,11 @@ def plan_product(
     """Grid, ring and constants of a product. segments: of one record width."""
     columns = segments[0].form.columns
     assert all(segment.form.columns == columns for segment in segments)
-    if k % 8:
-        raise UnsupportedError(f"{fused.part}: no kernel for products over {k} columns, which are not eights")
+    if k % 8 or (delta_planes > 1 and k % ROWS):
+        # Planes of whole row tiles come from the product before.
+        raise UnsupportedError(
+            f"{fused.part}: no kernel for products over {k} columns of {max(1, delta_planes)} planes"
+        )
     n, all_records = sum(segment.n for segment in segments), segments[0].form.n_records(k)
     n_tiles = n // ROWS
     # Norms, and the residual that the first block writes, need all columns in every block; zeros stand at the end only.

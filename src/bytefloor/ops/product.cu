@@ -3,9 +3,9 @@
 // y[p][n], p < PLANES: parts of sum_k W[n][k] x[k] that the consumer adds in order of p; float32. With GLU rows of gate and up
 // alternate, and h[n / 2] = act(y[n]) * y[n + 1] leaves instead, in one plane; with FACTOR there is no up, and
 // h[n] = act(y[n]) * factor[n].
-// x: float32 [K_IN], of K columns, which are more where weights were filled up with zeros. DELTA_PLANES: x' = (residual + post_norm(sum of delta planes)) * scalar, which block 0 writes. NORM:
-// x = x' / rms(x') * weight. Activations become 16-bit codes in groups of 32, scale max / 32512, which is
-// the only rounding here beside that of handover.cuh.
+// x: float32 [K_IN], of K columns, which are more where weights were filled up with zeros. DELTA_PLANES: x' = (residual +
+// post_norm(sum of delta planes)) * scalar, which block 0 writes. NORM: x = x' / rms(x') * weight. Activations become 16-bit
+// codes in groups of 32, scale max / 32512, which is the only rounding here beside that of handover.cuh.
 // Approximate: integer sums inside a group are exact; groups are added in float32 in an order that depends on K, the format
 // and the number of blocks, not on timing: two runs give the same bits.
 // Moves the packed weight once. Needs mma and cp.async (sm_80); bulk copies and an early start from sm_90 on.
@@ -16,8 +16,8 @@
 // records each, as soon as the block starts, so that weights arrive while the last product drains and while the prologue runs;
 // slots go to groups of four warps in turn. One more warp adds up the records of each item, in order, and hands its rows over.
 //
-// Defined by the host: SEGMENTS as S(tiles, form) ..., COLUMNS of their records (K decides it, so they agree) and the
-// RECORD_BYTES of the largest; WARPS, K and K_IN (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
+// Defined by the host: SEGMENTS as S(tiles, form) ..., COLUMNS of their records (the same in all) and the RECORD_BYTES of the
+// largest; WARPS, K and K_IN (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
 // SLOTS, BUFFERS (of items), BLOCKS, STATIC_ITEMS (of a block), INTERLEAVE, EPS.
 
 constexpr int GROUP = 4, N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;

@@ -15,18 +15,18 @@ FEW, MANY = 1, 5
 """Records in a row: what surrounds them, and the filling up of the code, is in both counts."""
 
 
-@cache
 def instructions_a_byte(form: StreamForm, architecture: str) -> float:
     """Instructions of one warp for a record, over the record's bytes: codes to integers, products, scales, sums.
 
     The code is straight and unrolled, so what is there is what is issued.
     """
-    sizes = [_code_bytes(form, times, architecture) for times in (FEW, MANY)]
+    sizes = [_code_bytes(form.name, times, architecture) for times in (FEW, MANY)]
     return (sizes[1] - sizes[0]) / INSTRUCTION_BYTES / (MANY - FEW) / form.record_bytes
 
 
-def _code_bytes(form: StreamForm, times: int, architecture: str) -> int:
-    code, _ = compile_kernel(spec("dot", 32, FORM=form.name, TIMES=times), architecture)
+@cache
+def _code_bytes(form_name: str, times: int, architecture: str) -> int:
+    code, _ = compile_kernel(spec("dot", 32, FORM=form_name, TIMES=times), architecture)
     return section_bytes(code, ".text.dot")
 
 
