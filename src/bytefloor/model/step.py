@@ -15,7 +15,8 @@ from bytefloor import ops
 from bytefloor.model.weights import Weight
 from bytefloor.ops.op import Axis, Op, Sizes
 
-STORAGE_BYTES = {"float32": 4, "bf16": 2}
+STORAGE_BYTES = {"float32": (4, 0), "bf16": (2, 0), "int8": (1, 2), "fp8": (1, 2)}
+"""Bytes of an element that a cache keeps, and of the scale of a head at a position."""
 INPUTS: dict[str, tuple[Axis, ...]] = {
     "tokens": ("T",),
     "positions": ("T",),
@@ -50,7 +51,13 @@ class CacheKind:
     @property
     def position_bytes(self) -> int:
         """Bytes of keys and values of one position in one layer."""
-        return 2 * self.n_kv_heads * self.head_size * STORAGE_BYTES[self.storage]
+        return 2 * self.n_kv_heads * self.head_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the key, or the value, of one head at one position."""
+        element, scale = STORAGE_BYTES[self.storage]
+        return self.head_size * element + scale
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ class StepBuilder:
         output = None if shape is None else self._buffer(f"{self.part}.{op.name}", shape)
         if cache is not None:
             kind = cache.kind
-            letters |= {"J": kind.n_kv_heads, "E": kind.head_size, "C": STORAGE_BYTES[kind.storage]}
+            letters |= {"J": kind.n_kv_heads, "E": kind.head_size, "C": kind.head_bytes}
         self.calls.append(OpCall(op, self.part, present, attributes or {}, output, letters, cache))
         return output  # type: ignore[return-value]  # only cache_write has none, and its caller takes none
 

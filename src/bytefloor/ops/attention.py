@@ -68,9 +68,9 @@ def band_length(length: int, window: int | None) -> int:
 
 
 def _cache_bytes(sizes: Sizes, attributes: Mapping[str, Any]) -> int:
-    """The live band of K and V; C is the bytes of one stored element."""
+    """The live band of K and V; C is the bytes of one head of one position, as it is stored."""
     live = band_length(sizes["S"], attributes["window"])
-    return sizes["B"] * live * 2 * sizes["J"] * sizes["E"] * sizes["C"]
+    return sizes["B"] * live * 2 * sizes["J"] * sizes["C"]
 
 
 OP = Op(

@@ -3,7 +3,8 @@
 k, v float32 [T, J, E]; slots int64 [T]: where in its sequence's ring a row goes; sequence int64 [T]: which row of the
 table; table int64 [B, n_table]: page ids. cache [n_pages, 2, J, PAGE, E] (K then V), changed in place.
 Slot s lies in page table[b, (s // PAGE) % n_table] at offset s % PAGE.
-``storage`` names what the cache keeps (float32, bf16); rounding to it is the only rounding here.
+``storage`` names what the cache keeps (float32, bf16, int8, fp8: the last two with a scale for each head and position);
+rounding to it is the only rounding here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ OP = Op(
     outputs=(),
     attributes=("storage",),
     reference=reference,
-    cache_bytes=lambda sizes, attributes: 2 * sizes["T"] * sizes["J"] * sizes["E"] * sizes["C"],
+    cache_bytes=lambda sizes, attributes: 2 * sizes["T"] * sizes["J"] * sizes["C"],
     writes_cache=True,
-    cases=(Case({"T": 5, "J": 2, "E": 8}, {"storage": "float32"}), Case({"T": 5, "J": 1, "E": 8}, {"storage": "bf16"})),
+    cases=(
+        Case({"T": 5, "J": 2, "E": 8}, {"storage": "float32"}),
+        Case({"T": 5, "J": 1, "E": 8}, {"storage": "bf16"}),
+        Case({"T": 5, "J": 2, "E": 8}, {"storage": "int8"}),
+        Case({"T": 5, "J": 2, "E": 8}, {"storage": "fp8"}),
+    ),
 )

@@ -2,7 +2,8 @@
 
 x float32 [..., K] -> the same values after a trip through ``to``: ``bf16``; ``int8_g32`` and ``int16_g32``, codes in
 groups of 32 along K with scale absmax / 127 or absmax / 32512 (the largest code that is 256 times one signed byte plus
-another, with room for rounding); ``float32``, which changes nothing. The list says where rounding happens, so that the
+another, with room for rounding); ``int8`` and ``fp8`` (E4M3), codes with one bf16 scale for all of K, which is what a
+cache keeps of a head; ``float32``, which changes nothing. The list says where rounding happens, so that the
 reference can run with it and without it, and the difference is what it costs.
 """
 
@@ -16,6 +17,8 @@ from bytefloor.ops.op import Case, Op, Operand
 
 GROUP = 32
 LARGEST_CODE = {"int8_g32": 127, "int16_g32": 32512}
+LARGEST_OF_ALL = {"int8": 127, "fp8": 448}
+"""Codes of a row with one scale: whole numbers, and E4M3."""
 
 
 def round_to(x: Tensor, to: str) -> Tensor:
@@ -26,7 +29,10 @@ def round_to(x: Tensor, to: str) -> Tensor:
         return x.to(torch.bfloat16).to(x.dtype)
     if to in LARGEST_CODE:
         return _round_codes(x, LARGEST_CODE[to])
-    raise UnsupportedError(f"round_to: {to} is no rounding of this version (float32, bf16, {', '.join(LARGEST_CODE)})")
+    if to in LARGEST_OF_ALL:
+        return _round_with_one_scale(x, to)
+    known = ", ".join(("float32", "bf16", *LARGEST_CODE, *LARGEST_OF_ALL))
+    raise UnsupportedError(f"round_to: {to} is no rounding of this version ({known})")
 
 
 def _round_codes(x: Tensor, largest: int) -> Tensor:
@@ -36,6 +42,15 @@ def _round_codes(x: Tensor, largest: int) -> Tensor:
     scale = padded.abs().amax(dim=-1, keepdim=True) / largest
     codes = torch.where(scale > 0, padded / scale, 0).round()
     return (codes * scale).flatten(-2)[..., :width]
+
+
+def _round_with_one_scale(x: Tensor, to: str) -> Tensor:
+    """Codes are chosen against the scale as it is stored, which may be smaller than the largest value asks for."""
+    largest = LARGEST_OF_ALL[to]
+    scale = (x.abs().amax(dim=-1, keepdim=True) / largest).to(torch.bfloat16).to(x.dtype)
+    scaled = torch.where(scale > 0, x / scale, 0).clamp(-largest, largest)
+    codes = scaled.round() if to == "int8" else scaled.to(torch.float8_e4m3fn).to(x.dtype)
+    return codes * scale
 
 
 OP = Op(
@@ -49,5 +64,7 @@ OP = Op(
         Case({"T": 3, "K": 64}, {"to": "int8_g32"}),
         Case({"T": 3, "K": 64}, {"to": "int16_g32"}),
         Case({"T": 2, "K": 40}, {"to": "bf16"}),
+        Case({"T": 3, "K": 64}, {"to": "int8"}),
+        Case({"T": 3, "K": 64}, {"to": "fp8"}),
     ),
 )

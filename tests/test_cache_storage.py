@@ -1,0 +1,96 @@
+"""What a cache of fewer bits costs: mean KL to a float32 cache, teacher-forced over the recorded texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.engine.score import score_chunks
+from bytefloor.files.checkpoint import open_checkpoint
+from bytefloor.model.config import Rounding
+from bytefloor.model.decoder import build_step
+from bytefloor.model.families import Model, load_model
+from bytefloor.model.step import CacheKind
+from bytefloor.ops.round_to import round_to
+
+MOST_KL = {
+    "smollm2-135m-instruct-q4_1": {"bf16": 2e-4, "int8": 2e-3, "fp8": 1e-2},
+    "gemma-3-270m-q4_k_m": {"bf16": 2e-4, "int8": 5e-3, "fp8": 5e-3},
+    "gemma4-tiny": {"bf16": 1e-5, "int8": 1e-4, "fp8": 1e-3},
+    "gemma4-tiny-e": {"bf16": 1e-5, "int8": 1e-4, "fp8": 2e-3},
+}
+N_TEXTS = 3
+"""Of seven: the others would take minutes. docs/log.md has what all of them give."""
+CHUNK = 64
+
+
+def test_a_row_has_one_scale_and_codes_of_eight_bits() -> None:
+    sizes = 10.0 ** torch.arange(-3, 5).repeat(8)[:, None]
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * sizes
+    largest = x.abs().amax(-1, keepdim=True)
+    whole = round_to(x, "int8")
+    # Half a code, and half of what eight bits of scale leave over at the largest value.
+    assert bool(((whole - x).abs() <= largest * (0.5 / 127 + 2**-8)).all())
+    scale = (largest / 127).bfloat16().float()
+    assert torch.equal((whole / scale).round().abs().clamp(max=127), (whole / scale).round().abs())
+    floats = round_to(x, "fp8")
+    assert bool(((floats - x).abs() <= x.abs() * 2**-4 + largest * (2**-9 / 448 + 2**-8)).all())
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_zeros_stay_zero_and_nan_is_seen(storage: str) -> None:
+    x = torch.zeros(3, 16)
+    x[1, 5] = float("nan")
+    found = round_to(x, storage)
+    assert torch.equal(found[0], torch.zeros(16))
+    assert bool(found[1].isnan().all())
+
+
+def test_a_scale_is_counted_for_each_head_and_position() -> None:
+    kinds = {storage: CacheKind("kind", 4, 128, None, storage) for storage in ("float32", "bf16", "int8", "fp8")}
+    found = {storage: kind.position_bytes for storage, kind in kinds.items()}
+    assert found == {"float32": 4096, "bf16": 2048, "int8": 2 * 4 * 130, "fp8": 2 * 4 * 130}
+
+
+@pytest.fixture(scope="module", params=list(MOST_KL))
+def opened(request: pytest.FixtureRequest, shared_dir: Path) -> tuple[str, Model, list[list[int]]]:
+    name = request.param
+    fixture = {"smollm2-135m-instruct-q4_1": "smollm2_path", "gemma-3-270m-q4_k_m": "gemma3_270m_path"}.get(name)
+    path = request.getfixturevalue(fixture) if fixture else shared_dir / "models" / name
+    prompts = json.loads((shared_dir / "golden" / f"{name}.json").read_text())["prompts"]
+    texts = [[*prompt["ids"], *prompt["greedy"]] for prompt in prompts]
+    return name, load_model(open_checkpoint(path)), sorted(texts, key=len)[:N_TEXTS]
+
+
+def mean_kl(model: Model, storages: list[str], texts: list[list[int]]) -> tuple[int, dict[str, float]]:
+    """(positions, nats by storage), chunk by chunk: whole texts of a large vocabulary do not fit in memory."""
+    executors = [
+        ReferenceExecutor(build_step(model.config, model.weights, Rounding(cache=storage)), CachePlan(2304, CHUNK))
+        for storage in ("float32", *storages)
+    ]
+    n, totals = 0, dict.fromkeys(storages, 0.0)
+    for ids in texts:
+        for exact, *others in zip(*(score_chunks(executor, ids, CHUNK) for executor in executors), strict=True):
+            n += len(exact)
+            expected = exact.double().log_softmax(-1)
+            for storage, logits in zip(storages, others, strict=True):
+                found = logits.double().log_softmax(-1)
+                totals[storage] += float((expected.exp() * (expected - found)).sum())
+    return n, {storage: total / n for storage, total in totals.items()}
+
+
+def test_what_a_cache_of_fewer_bits_costs(
+    opened: tuple[str, Model, list[list[int]]], capsys: pytest.CaptureFixture
+) -> None:
+    """S13: within a limit for each storage, and each costs something: it is not float32 under another name."""
+    name, model, texts = opened
+    n, found = mean_kl(model, list(MOST_KL[name]), texts)
+    with capsys.disabled():
+        print(f"\n{name}, {n} positions: " + ", ".join(f"{s} {kl:.2e}" for s, kl in found.items()))
+    assert 0 < found["bf16"] < min(found["int8"], found["fp8"])
+    assert all(found[storage] < limit for storage, limit in MOST_KL[name].items())
