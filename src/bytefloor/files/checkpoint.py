@@ -27,7 +27,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
     if not path.exists():
-        raise FileError(f"{path}: no such file or directory{_suggestion(path)}")
+        raise FileError(f"{path}: no such file or directory{suggestion(path)}")
     if not path.is_file():
         raise FileError(f"{path}: not a regular file")
     head = _head(path)
@@ -65,7 +65,7 @@ def _refuse_strangers(path: Path, head: bytes) -> None:
         raise UnsupportedError(f"{path}: a big-endian GGUF file; only little-endian files are read")
 
 
-def _suggestion(path: Path) -> str:
+def suggestion(path: Path) -> str:
     parent = path.parent
     try:
         names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []

@@ -269,8 +269,10 @@ def _place(cursor: _Cursor, entries: list[TensorEntry], alignment: int) -> list[
         if not entry.is_known:
             n_bytes = _unknown_bytes(cursor, entries, number, data_start)
         if n_bytes and start + n_bytes > cursor.size:
-            n_short = _last_end(entries, data_start) - cursor.size
-            cursor.fail(f"file is {n_short} bytes short (tensor {entry.name})")
+            expected_size = _last_end(entries, data_start)
+            n_short = expected_size - cursor.size
+            found = f"has {cursor.size} of {expected_size} (tensor {entry.name})"
+            cursor.fail(f"file is {n_short} bytes short: {found}")
         expected = _align(entry.offset + n_bytes, alignment) if entry.is_known else None
         placed.append(TensorEntry(**{**vars(entry), "offset": start, "n_bytes": n_bytes}))
     return placed

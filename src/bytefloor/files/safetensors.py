@@ -173,7 +173,8 @@ def _check_places(file: MappedFile, tensors: Mapping[str, RawTensor]) -> None:
             _fail(file.path, f"tensors {before.name} and {after.name} overlap")
     if ordered and (n_short := ordered[-1].offset + ordered[-1].n_bytes - file.size) > 0:
         first = next(raw for raw in ordered if raw.offset + raw.n_bytes > file.size)
-        _fail(file.path, f"file is {n_short} bytes short (tensor {first.name})")
+        found = f"has {file.size} of {file.size + n_short} (tensor {first.name})"
+        _fail(file.path, f"file is {n_short} bytes short: {found}")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
