@@ -135,7 +135,7 @@ def test_a_mistyped_path_is_not_taken_for_a_repository(hub: Hub, monkeypatch: py
     not_there(LocalEntryNotFoundError("nothing"), monkeypatch)
     Path("folder").mkdir()
     assert find_model("folder/modle") == Path("folder/modle")
-    with pytest.raises(FileError, match="gemma3: no such file .* no pulled model, which is named org/repo"):
+    with pytest.raises(FileError, match=r"gemma3: no such file .* no pulled model, which is named org/repo"):
         find_model("gemma3")
     not_there(HFValidationError("a newline"), monkeypatch)
     assert find_model("x\ny/z") == Path("x\ny/z")
