@@ -1,0 +1,145 @@
+// A round of attention, between two barriers each: scores of some tiles, their shares, the mixture of values. See attention.cu,
+// whose constants these are.
+#pragma once
+
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], const __nv_bfloat16* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared_address(p))
+                 : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&a)[4], const __nv_bfloat16* p) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared_address(p))
+                 : "memory");
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+struct Split {  // two floats as two bf16 each: what the first leaves over is the second
+    u32 high, low;
+    __device__ __forceinline__ Split(float a, float b) {
+        high = pack(a, b);
+        low = pack(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
+    }
+    static __device__ __forceinline__ u32 pack(float a, float b) {
+        u32 both;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
+        return both;
+    }
+};
+
+// Scores of N tiles that follow each other in shared memory, of those that have live positions, which are before `end`.
+template <int N>
+__device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const __nv_bfloat16* k_tiles, float* scores, int end, int warp,
+                                      int lane) {
+    int g = lane >> 2, t = lane & 3, first = warp / PARTS * 16;
+#pragma unroll 1
+    for (int n = 0; n < N && n * TILE + first < end; n++) {
+        float high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};  // by the parts of the query
+#pragma unroll
+        for (int i = 0; i < MY_STEPS; i++) {
+            int step = i * PARTS + warp % PARTS;
+            if (K_STEPS % PARTS && step >= K_STEPS) break;
+            u32 a[4];
+            load_matrices(a, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + step * 16 + (lane >> 4) * 8);
+            multiply(high, a, query[i].x, query[i].y);
+            multiply(low, a, query[i].z, query[i].w);
+        }
+        float* at = scores + warp % PARTS * SCORES + n * TILE + first + g;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (2 * t + i < HEADS) {
+                at[(2 * t + i) * SCORE_STRIDE] = high[i] + low[i];
+                at[(2 * t + i) * SCORE_STRIDE + 8] = high[i + 2] + low[i + 2];
+            }
+    }
+}
+
+// Scores of a head, the warp's, become shares. Positions begin <= p < end live; shares are there for all of their tiles.
+// `largest`: of all scores so far; `factors`: what the mixture before has to be multiplied with.
+template <int N>
+__device__ __forceinline__ void soften(float& largest, const float* scores, __nv_bfloat16* shares, float* factors, int begin, int end,
+                                       int warp, int lane) {
+    if (warp >= HEADS) return;
+    constexpr int MINE = (N * TILE + 31) / 32;
+    float s[MINE], top = largest;
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+        int p = m * 32 + lane;
+        s[m] = 0;
+        if (p < end)
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) s[m] += scores[part * SCORES + warp * SCORE_STRIDE + p];
+        if (p < begin || p >= end) s[m] = LOWEST;
+        top = fmaxf(top, s[m]);
+    }
+    for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+    if (lane == 0) factors[warp] = expf(largest - top);
+    largest = top;
+#pragma unroll
+    for (int m = 0; m < MINE; m++) {
+        int p = m * 32 + lane;
+        if (m * 32 / TILE * TILE >= end || (N * TILE % 32 && p >= N * TILE)) break;
+        float share = s[m] == LOWEST ? 0.f : expf(s[m] - top);
+        __nv_bfloat16 high = __float2bfloat16(share);
+        shares[warp * SHARE_STRIDE + p] = high;
+        shares[(HEADS + warp) * SHARE_STRIDE + p] = __float2bfloat16(share - __bfloat162float(high));
+    }
+}
+
+struct Mixture {  // of a warp's own part of E; and the sums of shares. Of heads 2t and 2t + 1 of a lane, sums twice each
+    float acc[VALUE_TILES][4], sum[4];
+
+    __device__ __forceinline__ Mixture() {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            sum[i] = 0;
+#pragma unroll
+            for (int v = 0; v < VALUE_TILES; v++) acc[v][i] = 0;
+        }
+    }
+
+    // Values of N tiles by their shares, of those tiles that have live positions, which are before `end`.
+    template <int N>
+    __device__ __forceinline__ void take(const __nv_bfloat16* v_tiles, const __nv_bfloat16* shares, const float* factors, int end, int warp,
+                                         int lane) {
+        int g = lane >> 2, t = lane & 3;
+        // Of the low parts of shares, so that sums wait less for one another; four tiles of values do not wait.
+        constexpr int LOW_TILES = VALUE_TILES < 4 ? VALUE_TILES : 1;
+        float low[LOW_TILES][4], by0 = factors[min(2 * t, HEADS - 1)], by1 = factors[min(2 * t + 1, HEADS - 1)];
+        sum[0] *= by0, sum[1] *= by1;
+#pragma unroll
+        for (int v = 0; v < VALUE_TILES; v++) {
+            acc[v][0] *= by0, acc[v][1] *= by1, acc[v][2] *= by0, acc[v][3] *= by1;
+            if (v < LOW_TILES) low[v][0] = low[v][1] = low[v][2] = low[v][3] = 0;
+        }
+#pragma unroll 1
+        for (int n = 0; n < N && n * TILE < end; n++)
+#pragma unroll
+            for (int m = 0; m < POSITION_TILES; m++) {
+                constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+                const __nv_bfloat16* of_head = shares + min(g, HEADS - 1) * SHARE_STRIDE + n * TILE + m * 16 + 2 * t;
+                u32 high_shares[2] = {*(const u32*)of_head, *(const u32*)(of_head + 8)};
+                of_head += HEADS * SHARE_STRIDE;
+                u32 low_shares[2] = {*(const u32*)of_head, *(const u32*)(of_head + 8)};
+                multiply(sum, ONES, high_shares[0], high_shares[1]);
+                multiply(sum, ONES, low_shares[0], low_shares[1]);
+#pragma unroll
+                for (int v = 0; v < VALUE_TILES; v++) {
+                    int e = (v * WARPS + warp) * 16;
+                    if (e >= E) break;
+                    u32 a[4];
+                    load_transposed(a, v_tiles + n * STAGE + (m * 16 + (lane & 7) + (lane >> 4) * 8) * STRIDE + e + (lane >> 3 & 1) * 8);
+                    multiply(acc[v], a, high_shares[0], high_shares[1]);
+                    multiply(v < LOW_TILES ? low[v] : acc[v], a, low_shares[0], low_shares[1]);
+                }
+            }
+#pragma unroll
+        for (int i = 0; i < LOW_TILES * 4; i++) acc[i / 4][i % 4] += low[i / 4][i % 4];
+    }
+};
