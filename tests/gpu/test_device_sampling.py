@@ -53,7 +53,7 @@ class Captured:
         self.driven, self.stream = driven, torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            self.replay = capture(lambda: None, driven.sampler.step, self.stream, CUDA)
+            self.replay = capture(driven.sampler.step, self.stream, CUDA)
             driven.load(n_prompt)
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Tokens that go from the device to the device, read by the host one step behind.
 
-A step is one graph, the trunk and behind it the sampler: the trunk finds token and position where the step before has
-left them. So the next step can start before the host knows what this one chose; what it computes
+A step is the trunk's graph and behind it the sampler's, on one stream: the trunk finds token and position where the
+step before has left them. So the next step can start before the host knows what this one chose; what it computes
 is thrown away if the answer ended here.
 """
 
@@ -29,7 +29,7 @@ N_AHEAD = 2
 @dataclass(frozen=True)
 class Trunk:
     """What the executor lends: ``show`` brings pages and tables of a batch to the device, ``place`` token and position,
-    ``launch`` starts the kernels that compute logits from them. All on one stream. banned_ids: those that the logits
+    ``replay`` computes logits from them. All on one stream. banned_ids: those that the logits
     kernel never takes. highest: by a kernel, where there is one."""
 
     memory: DeviceMemory
@@ -37,7 +37,7 @@ class Trunk:
     banned_ids: frozenset[int]
     show: Callable[[Batch], None]
     place: Callable[[int, int], None]
-    launch: Callable[[], None]
+    replay: Callable[[], None]
     highest: Highest
 
 
@@ -60,7 +60,7 @@ class DecodeLoop:
         self._host: Sampler | None = None
         self._sampler: DeviceSampler | None = None
         self._banned = np.zeros(0, np.int64)
-        self._step: Callable[[], None] = lambda: None
+        self._sample: Callable[[], None] = lambda: None
         self._slots: list[_Slot] = []
         self._under_way: deque[_Slot] = deque()
         self._position = 0
@@ -101,12 +101,12 @@ class DecodeLoop:
         )
         made = DeviceSampler(params, banned, memory, takes_best, self._trunk.highest)
         self._trunk.place(0, 1)
-        step = capture(self._trunk.launch, made.step, self._trunk.stream, memory.device)
+        sample = capture(made.step, self._trunk.stream, memory.device)
         pin = memory.device.type == "cuda"
         rows = [torch.zeros(made.n_record, dtype=torch.float64, pin_memory=pin) for _ in range(N_AHEAD + 1)]
         # Together and last: a capture that fails leaves the one before, or none.
         self._slots = [_Slot(row, torch.cuda.Event()) for row in rows]
-        self._sampler, self._banned, self._step = made, banned, step
+        self._sampler, self._banned, self._sample = made, banned, sample
         return made
 
     @torch.inference_mode()
@@ -118,7 +118,8 @@ class DecodeLoop:
             if shown is not None:
                 self._trunk.show(shown)
             self._sampler.foresee(self._position)
-            self._step()
+            self._trunk.replay()
+            self._sample()
             slot.row.copy_(self._sampler.record, non_blocking=True)
             slot.event.record(self._trunk.stream)
         self._under_way.append(slot)
@@ -144,24 +145,14 @@ class DecodeLoop:
         self._host = None
 
 
-def capture(
-    trunk: Callable[[], None], sample: Callable[[], None], stream: torch.cuda.Stream, device: torch.device
-) -> Callable[[], None]:
-    """Both, one after the other, as a graph that is replayed on the current stream. trunk: its kernels are loaded.
-
-    On a CPU, which has no graphs, the work itself.
-    """
-
-    def step() -> None:
-        trunk()
-        sample()
-
+def capture(work: Callable[[], None], stream: torch.cuda.Stream, device: torch.device) -> Callable[[], None]:
+    """``work`` as a graph that is replayed on the current stream. On a CPU, which has no graphs, the work itself."""
     if device.type != "cuda":
-        return step
+        return work
     # The first launch of a kernel loads its code, which must not happen while a graph is captured.
-    sample()
+    work()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        step()
+        work()
     return graph.replay

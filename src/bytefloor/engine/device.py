@@ -228,7 +228,7 @@ class DeviceExecutor:
                 banned_ids=self._banned_ids,
                 show=self._prepare,
                 place=self._set_state,
-                launch=self.launch_all,
+                replay=self._graph.replay,
                 highest=self._highest,
             )
         )
