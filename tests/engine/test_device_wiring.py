@@ -171,56 +171,48 @@ def test_several_sequences_and_models_without_kernels_are_refused(make: Make, st
         make(odd)
 
 
-def as_affine(checkpoint: Checkpoint) -> Checkpoint:
-    """Every matrix as MLX stores it, those of the MLP with more bits than the others."""
+def converted(checkpoint: Checkpoint, encode: Callable[[StoredTensor], tuple[str, dict[str, Tensor]]]) -> Checkpoint:
+    """Every matrix in another format: ``encode`` gives its name and the parts."""
 
-    def converted(tensor: StoredTensor) -> StoredTensor:
-        record = get("affine-8b-g32" if "ffn" in tensor.name else "affine-4b-g64")
-        assert record.encode is not None
-        parts = record.encode(tensor.decode())
+    def convert(tensor: StoredTensor) -> StoredTensor:
+        name, parts = encode(tensor)
         n_bytes = sum(part.nbytes for part in parts.values())
-        return StoredTensor(tensor.name, tensor.shape, record.name, record, n_bytes, lambda: parts)
+        return StoredTensor(tensor.name, tensor.shape, name, get(name), n_bytes, lambda: parts)
 
-    tensors = {name: converted(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
+    tensors = {name: convert(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=tensors)
 
 
-def as_fp4(checkpoint: Checkpoint) -> Checkpoint:
+def by_own_encoder(name: str, tensor: StoredTensor) -> tuple[str, dict[str, Tensor]]:
+    encode = get(name).encode
+    assert encode is not None
+    return name, encode(tensor.decode())
+
+
+def as_affine(tensor: StoredTensor) -> tuple[str, dict[str, Tensor]]:
+    """As MLX stores it, those of the MLP with more bits than the others."""
+    return by_own_encoder("affine-8b-g32" if "ffn" in tensor.name else "affine-4b-g64", tensor)
+
+
+def as_fp4(tensor: StoredTensor) -> tuple[str, dict[str, Tensor]]:
     """FP4 in groups of 128, and NVFP4 in the MLP: a scale of the whole tensor, another for gate than for up."""
-
-    def converted(tensor: StoredTensor) -> StoredTensor:
-        n, k = tensor.shape
-        if "ffn" not in tensor.name:
-            record = get("FP4-E2M1-g128")
-            assert record.encode is not None
-            parts = record.encode(tensor.decode())
-        else:
-            record, generator = get("NVFP4-modelopt"), torch.Generator().manual_seed(len(tensor.name))
-            parts = {
-                "weight": torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8),
-                "weight_scale": torch.randint(32, 64, (n, k // 16), generator=generator, dtype=torch.uint8),
-                "weight_scale_2": torch.tensor(0.01 if "gate" in tensor.name else 0.02),
-            }
-        n_bytes = sum(part.nbytes for part in parts.values())
-        return StoredTensor(tensor.name, tensor.shape, record.name, record, n_bytes, lambda: parts)
-
-    tensors = {name: converted(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=tensors)
+    if "ffn" not in tensor.name:
+        return by_own_encoder("FP4-E2M1-g128", tensor)
+    (n, k), generator = tensor.shape, torch.Generator().manual_seed(len(tensor.name))
+    return "NVFP4-modelopt", {
+        "weight": torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8),
+        "weight_scale": torch.randint(32, 64, (n, k // 16), generator=generator, dtype=torch.uint8),
+        "weight_scale_2": torch.tensor(0.01 if "gate" in tensor.name else 0.02),
+    }
 
 
-def as_fp8(checkpoint: Checkpoint) -> Checkpoint:
+def as_fp8(tensor: StoredTensor) -> tuple[str, dict[str, Tensor]]:
     """One scale a tensor, and tiles of 128 x 128 in the MLP, the last of which a matrix may cut."""
-
-    def converted(tensor: StoredTensor) -> StoredTensor:
-        record = get("FP8-E4M3-128x128" if "ffn" in tensor.name else "FP8-E4M3-tensor")
-        values = tensor.decode() / 0.01
-        n, k = tensor.shape
-        scales = torch.full((-(-n // 128), -(-k // 128)), 0.01) if "ffn" in tensor.name else torch.tensor(0.01)
-        parts = dict(zip(record.parts, (values.clamp(-448, 448).to(torch.float8_e4m3fn), scales), strict=True))
-        return StoredTensor(tensor.name, tensor.shape, record.name, record, n * k, lambda: parts)
-
-    tensors = {name: converted(t) if len(t.shape) == 2 else t for name, t in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=tensors)
+    is_mlp, (n, k) = "ffn" in tensor.name, tensor.shape
+    name = "FP8-E4M3-128x128" if is_mlp else "FP8-E4M3-tensor"
+    codes = (tensor.decode() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scales = torch.full((-(-n // 128), -(-k // 128)), 0.01) if is_mlp else torch.tensor(0.01)
+    return name, dict(zip(get(name).parts, (codes, scales), strict=True))
 
 
 def with_formats(checkpoint: Checkpoint, other: Checkpoint, word: str) -> Checkpoint:
@@ -243,13 +235,13 @@ def test_q_k_and_v_may_have_records_of_different_widths(make: Make, word: str, n
 
 
 @pytest.mark.parametrize(
-    ("convert", "forms"),
+    ("encode", "forms"),
     [(as_affine, {"Affine<4", "Affine<8"}), (as_fp4, {"FP4_g128<4", "NVFP4_pairs<4"}), (as_fp8, {"FP8<2"})],
 )
 def test_other_formats_run_like_any_others(
-    make: Make, convert: Callable[[Checkpoint], Checkpoint], forms: set[str]
+    make: Make, encode: Callable[[StoredTensor], tuple[str, dict[str, Tensor]]], forms: set[str]
 ) -> None:
-    model = load_model(convert(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu")))
+    model = load_model(converted(checkpoint_of("llama", SHAPES["llama"], "BF16", "cpu"), encode))
     step = build_step(model.config, model.weights, DEVICE_ROUNDING)
     expected = reference_logits(step, IDS)
     executor = make(step)

@@ -32,7 +32,16 @@ def highest_specs(n_vocabulary: int) -> dict[torch.dtype, KernelSpec]:
     """The kernel for a vocabulary filled up to whole groups, for each type that its values may have."""
     n = ceil_div(n_vocabulary, GROUP) * GROUP
     return {
-        dtype: spec("highest", THREADS, MOST * GROUP * (dtype.itemsize + 4) + MOST * 4, VALUE=name, N=n)
+        dtype: spec(
+            "highest",
+            THREADS,
+            MOST * GROUP * (dtype.itemsize + 4) + MOST * 4,
+            VALUE=name,
+            N=n,
+            THREADS=THREADS,
+            GROUP=GROUP,
+            MOST=MOST,
+        )
         for dtype, name in VALUES.items()
     }
 

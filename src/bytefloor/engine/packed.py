@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from bytefloor.engine.cache import ceil_div
 from bytefloor.engine.progress import LOADING, Progress
 from bytefloor.engine.reference import refuse_not_finite
 from bytefloor.engine.staging import STAGING_BYTES, Staging
 from bytefloor.errors import BytefloorError, FileError, ShapeError, UnsupportedError
+from bytefloor.files.stored import ROWS_PER_SCALE_ROW
 from bytefloor.formats import stream
 from bytefloor.formats.finite import finite_rows
 from bytefloor.model.fuse import Fused, FusedEmbed, FusedPerLayer, FusedProduct
@@ -20,8 +22,6 @@ from bytefloor.model.weights import Weight
 
 CHUNK_WEIGHTS = 1 << 25
 """Weights that are checked and packed at a time: bounds the scratch, and is enough work for a device at once."""
-BAND = 128
-"""Rows that share a scale where scales stand for tiles of 128 x 128."""
 PACKING_BYTES_A_WEIGHT = 11
 """Of intermediate tensors, at most, while a chunk is checked and packed: copies of 16-bit weights, and masks."""
 Carry = Callable[[Sequence[Tensor]], AbstractContextManager[Sequence[Tensor]]]
@@ -223,8 +223,9 @@ def _checked_rows(weight: Weight, parts: dict[str, Tensor]) -> dict[str, Tensor]
 def _for_each_row(name: str, part: Tensor, n: int) -> Tensor:
     if part.numel() == 1 and n > 1:
         return part.reshape(1, 1).expand(n, 1)
-    if name == "weight_scale_inv" and part.shape[0] == -(-n // BAND):
-        return part.repeat_interleave(BAND, dim=0)[:n]
+    band = ROWS_PER_SCALE_ROW.get(name)
+    if band is not None and part.shape[0] == ceil_div(n, band):
+        return part.repeat_interleave(band, dim=0)[:n]
     return part.reshape(n, 1) if part.dim() == 1 and part.shape[0] == n else part
 
 

@@ -14,7 +14,7 @@ from bytefloor.errors import FileError, ShapeError, UnsupportedError
 from bytefloor.formats import FORMATS, QuantFormat
 
 # Parts whose rows each serve this many rows of the weight; every other part has one row per row, or one value in all.
-_ROWS_PER_SCALE_ROW = {"weight_scale_inv": 128}
+ROWS_PER_SCALE_ROW = {"weight_scale_inv": 128}
 
 
 def find_format(name: str) -> QuantFormat | None:
@@ -71,7 +71,7 @@ class StoredTensor:
         if n_rows == 1:
             # A scale a row and a scale a tensor look alike here, and there is nothing to save.
             return self._decode(parts)[ids]
-        shared = [_ROWS_PER_SCALE_ROW[name] for name in parts if name in _ROWS_PER_SCALE_ROW]
+        shared = [ROWS_PER_SCALE_ROW[name] for name in parts if name in ROWS_PER_SCALE_ROW]
         if shared:
             return self._rows_by_band(parts, ids, shared[0])
         return self._decode({name: _pick_rows(self.name, name, part, ids, n_rows) for name, part in parts.items()})
@@ -104,7 +104,7 @@ class StoredTensor:
             rows = slice(number * band, (number + 1) * band)
             chosen = ids // band == number
             cut = {
-                name: part[number : number + 1] if name in _ROWS_PER_SCALE_ROW else part[rows]
+                name: part[number : number + 1] if name in ROWS_PER_SCALE_ROW else part[rows]
                 for name, part in parts.items()
             }
             out[chosen] = self._decode(cut)[ids[chosen] - number * band]

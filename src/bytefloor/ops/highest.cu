@@ -3,8 +3,8 @@
 // values [N] and the maxima of its groups of 64 [N / 64], both VALUE (float or double) -> best [n] and ids int64 [n], n <= 64 and
 // n <= N / 64. Exact. NaN counts as the highest. One block: those n lie in the n groups whose maxima come first, maxima in the same
 // order, as every group before another holds only lower ids; so no more than 64 n values are looked at.
-// Defined by the host: VALUE, N.
-constexpr int THREADS = 1024, GROUP = 64, MOST = 64, GROUPS = N / GROUP, MINE = (GROUPS + THREADS - 1) / THREADS;
+// Defined by the host: VALUE, N, THREADS, GROUP (64), MOST (64, of n).
+constexpr int GROUPS = N / GROUP, MINE = (GROUPS + THREADS - 1) / THREADS;
 
 // Bits that are ordered as the values are: negative ones turned over, the sign of the others set.
 template <typename T> struct Ordered;
