@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bytefloor.tools.tables import RESULTS, load_rows, make_kernel_table, make_pages, make_table
+from bytefloor.tools.tables import RESULTS, load_rows, make_kernel_table, make_limit_line, make_pages, make_table
 
 WANTED = {
     "verb", "model", "format", "n_prompt", "n_gen", "depth", "batch", "tok_s", "share", "file_bytes", "moved_bytes",
@@ -40,6 +40,12 @@ def test_sizes_stand_beside_each_other_and_other_shapes_are_left_out(tmp_path: P
         "| Q6_K | 70.0% |  |  | c | d |",
     ]
     assert make_kernel_table([]) == "Not measured yet.\n"
+
+
+def test_the_limit_stands_beside_the_fastest_product() -> None:
+    rows, kernels = [{"stream_gb_s": 4341.6}, {"stream_gb_s": 4427.4}], [{"gb_s": 4011.1}, {"gb_s": 4724.7}]
+    assert "4342 to 4427 GB/s; the fastest product alone reads 4725 GB/s" in make_limit_line(rows, kernels)
+    assert make_limit_line(rows, []) == make_limit_line([], kernels) == ""
 
 
 def test_committed_rows_say_where_they_come_from() -> None:

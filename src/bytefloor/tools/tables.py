@@ -44,6 +44,16 @@ def make_table(rows: Rows) -> str:
     return _markdown(HEADINGS, lines)
 
 
+def make_limit_line(rows: Rows, kernels: Rows) -> str:
+    """What shares are shares of, and the fastest product beside it."""
+    limits = [row["stream_gb_s"] for row in rows]
+    if not limits or not kernels:
+        return ""
+    fastest = max(row["gb_s"] for row in kernels)
+    limit = f"Read bandwidth measured in these runs: {min(limits):.0f} to {max(limits):.0f} GB/s"
+    return f"\n{limit}; the fastest product alone reads {fastest:.0f} GB/s.\n"
+
+
 def make_kernel_table(rows: Rows) -> str:
     """Markdown: the share of the stream limit at each size, a line for each format, card and date."""
     shares: dict[tuple[str, ...], dict[str, str]] = {}
@@ -67,7 +77,8 @@ def with_table(text: str, table: str) -> str:
 
 def make_pages() -> dict[Path, str]:
     """Each page that holds a table, as it should be."""
-    tables = {README: make_table(load_rows(RESULTS)), BENCH_PAGE: make_kernel_table(load_rows(RESULTS, "kernel"))}
+    rows, kernels = load_rows(RESULTS), load_rows(RESULTS, "kernel")
+    tables = {README: make_table(rows) + make_limit_line(rows, kernels), BENCH_PAGE: make_kernel_table(kernels)}
     return {path: with_table(path.read_text(), table) for path, table in tables.items()}
 
 
