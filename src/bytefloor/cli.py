@@ -44,8 +44,14 @@ def _complaint(error: Exception) -> str | None:
         # A wrong flag or argument. The class is click's, of which typer may carry its own copy.
         context = getattr(error, "ctx", None)
         verb = context.command_path if context is not None else "bytefloor"
-        return f"{error.format_message().rstrip('.')}; see {verb} --help"
+        return f"{error.format_message().rstrip('.')}{_found(error.__cause__)}; see {verb} --help"
     return None
+
+
+def _found(cause: BaseException | None) -> str:
+    """The value that a validation error is about: its words say only what was expected."""
+    errors = getattr(cause, "errors", None)
+    return f", found {errors()[0]['input']!r}" if callable(errors) else ""
 
 
 app = typer.Typer(

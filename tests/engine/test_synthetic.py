@@ -146,3 +146,10 @@ def test_reads_agree_and_values_are_finite_with_the_spread_of_trained_ones(mixtu
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"expected synthetic:MODEL/MIXTURE of gemma4-12b, .*Q4_K_M"):
         make_checkpoint("synthetic:gpt-5/Q4_K_M", "cpu")
+    for name, unknown in (
+        ("gpt-5/Q4_K_M", "model 'gpt-5'"),
+        ("qwen3-8b/Q9", "mixture 'Q9'"),
+        ("qwen3-8b", "mixture ''"),
+    ):
+        with pytest.raises(RequestError, match=f"{name}: no {unknown}; expected"):
+            make_checkpoint(f"synthetic:{name}", "cpu")

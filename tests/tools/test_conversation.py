@@ -68,6 +68,8 @@ def test_what_is_undone_leaves_no_trace(talk: Conversation) -> None:
     talk.command("/undo")
     with pytest.raises(RequestError, match="nothing to undo"):
         talk.command("/undo")
+    with pytest.raises(RequestError, match="nothing to retry"):
+        talk.command("/retry")
 
 
 def test_a_refused_retry_keeps_the_turn(talk: Conversation) -> None:

@@ -120,7 +120,9 @@ def make_checkpoint(name: str, device: torch.device | str) -> Checkpoint:
     """The checkpoint of a ``synthetic:MODEL/MIXTURE``; RequestError lists what there is."""
     model, _, mixture = name.removeprefix(PREFIX).partition("/")
     if model not in SHAPES or mixture not in MIXTURES:
-        raise RequestError(f"{name}: expected {PREFIX}MODEL/MIXTURE of {', '.join(SHAPES)} and {', '.join(MIXTURES)}")
+        unknown = f"model {model!r}" if model not in SHAPES else f"mixture {mixture!r}"
+        known = f"{', '.join(SHAPES)} and {', '.join(MIXTURES)}"
+        raise RequestError(f"{name}: no {unknown}; expected {PREFIX}MODEL/MIXTURE of {known}")
     for tensor, size in _tensor_shapes(SHAPES[model]).items():
         kind = _format(tensor, size, SHAPES[model], mixture)
         if size[-1] % get(kind).block:

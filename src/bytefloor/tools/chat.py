@@ -94,10 +94,10 @@ class Conversation:
         self.n_context = len(prompt.ids) + len(answer.ids)
         return answer
 
-    def undo(self) -> str:
-        """Forget the last question and answer; returns the question."""
+    def undo(self, verb: str = "undo") -> str:
+        """Forget the last question and answer; returns the question. verb: what there may be nothing to do with."""
         if len(self.turns) < 2:
-            raise RequestError("there is nothing to undo yet")
+            raise RequestError(f"there is nothing to {verb}")
         question = self.turns[-2].content
         del self.turns[-2:]
         return question
@@ -112,7 +112,7 @@ class Conversation:
             "/quit": _leave,
             "/reset": self._reset,
             "/undo": lambda _: _say(f"forgotten: {self.undo()}"),
-            "/retry": lambda _: self.undo(),
+            "/retry": lambda _: self.undo("retry"),
             "/system": self._set_system,
             "/thinking": self._set_thinking,
             "/temp": self._set_temperature,
