@@ -20,6 +20,7 @@ from bytefloor.engine.launches import (
     plan_attention,
     plan_product,
 )
+from bytefloor.engine.stream_limit import read_spec
 from bytefloor.errors import KernelError, UnsupportedError
 from bytefloor.formats import stream
 from bytefloor.model.fuse import FusedAttention, FusedProduct
@@ -146,7 +147,7 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "mxfp8": lambda card: of_format(card, "mlx-mxfp8", 4096),
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
     "unpack affine": lambda card: spec("unpack", 256, FORM="Affine<4, 4, 64, true>", K=512),
-    "read": lambda card: spec("read", 512, THREADS=512),
+    "read": lambda card: read_spec(),
     "highest": lambda card: highest_specs(262144)[torch.float32],
     "highest float64": lambda card: highest_specs(151669)[torch.float64],
 }

@@ -68,6 +68,16 @@ inline void leave(u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     meet();
 }
 
+inline u32 permute_signed(u32 a, u32 b, u32 select) {
+    unsigned long long both = (unsigned long long)b << 32 | a;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 byte = both >> 8 * (select >> 4 * i & 7) & 255;
+        out |= (select >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return out;
+}
+
 inline void multiply_bytes(int& c0, int& c1, int& c2, int& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     using namespace warp;
     leave(a0, a1, a2, a3, b0, b1);
