@@ -116,6 +116,16 @@ template <bool IS_BF16> inline u32 pack_halves(float x, float y) {
     return one(x) | one(y) << 16;
 }
 
+inline u32 e4m3_as_halves(u32 codes, int first) {
+    u32 out = 0;
+    for (int i = 0; i < 2; i++) {
+        u32 code = codes >> 8 * (first + i) & 255, exponent = code >> 3 & 15, mantissa = code & 7;
+        float v = exponent ? ldexpf(8 + mantissa, (int)exponent - 10) : ldexpf(mantissa, -9);
+        out |= (u32)as<uint16_t>((_Float16)(code & 128 ? -v : v)) << 16 * i;
+    }
+    return out;
+}
+
 #include "stream_text.cuh"
 
 struct Task {

@@ -149,15 +149,12 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
     }
 };
 
-// E4M3 codes, as halves of 2^-8 of their value times codes of activations that are halves too; exact products, float32 sums.
+// E4M3 codes, as halves times codes of activations that are halves too; exact products, float32 sums.
 // A float scale for the record's columns of each row, or with IS_MX an E8M0 one for each 32.
 template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 1024 * STEPS, BYTES = SCALES + (IS_MX ? 32 * STEPS : 64);
 
-    static __device__ __forceinline__ u32 as_halves(u32 spread) { return (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 1; }
-    static __device__ __forceinline__ u32 front(u32 codes) { return as_halves(__byte_perm(codes, 0, 0x1404)); }
-    static __device__ __forceinline__ u32 back(u32 codes) { return as_halves(__byte_perm(codes, 0, 0x3424)); }
     static __device__ __forceinline__ float power_of_two(u32 e) { return __uint_as_float(e ? e << 23 : 0x00400000u); }  // 2^(e - 127)
     static __device__ __forceinline__ float scale_of(const u8* record, int g, int group, int row) {
         if (IS_MX) return power_of_two(record[SCALES + (g * 2 * STEPS + group) * 2 + row]);
@@ -172,16 +169,23 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
             uint2 b = x.of_set(k + set * 128, at);
             u32 pairs[4] = {Plain16<STEPS, false>::two_codes(b.x, 0), Plain16<STEPS, false>::two_codes(b.x, 2),
                             Plain16<STEPS, false>::two_codes(b.y, 0), Plain16<STEPS, false>::two_codes(b.y, 2)};
-            float sums[4] = {0, 0, 0, 0};
+            // Two chains are shorter than one; what a group leaves in the columns of the others is zero.
+            float chains[2][4] = {};
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++) {
                 uint4 u = codes[(set * Base::GROUPS + i) * 32];
                 u32 mask = at.of_set[i];
-                multiply_halves<false>(sums, front(u.x), front(u.y), back(u.x), back(u.y), pairs[0] & mask, pairs[1] & mask);
-                multiply_halves<false>(sums, front(u.z), front(u.w), back(u.z), back(u.w), pairs[2] & mask, pairs[3] & mask);
+                float(&sums)[4] = chains[i % 2];
+                multiply_halves<false>(sums, e4m3_as_halves(u.x, 0), e4m3_as_halves(u.y, 0), e4m3_as_halves(u.x, 2),
+                                       e4m3_as_halves(u.y, 2), pairs[0] & mask, pairs[1] & mask);
+                multiply_halves<false>(sums, e4m3_as_halves(u.z, 0), e4m3_as_halves(u.w, 0), e4m3_as_halves(u.z, 2),
+                                       e4m3_as_halves(u.w, 2), pairs[2] & mask, pairs[3] & mask);
             }
+            float sums[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[i] = chains[0][i] + chains[1][i];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float by = x.scales[(k >> 5) + set * 4 + at.t].x * 256.f;
+                float by = x.scales[(k >> 5) + set * 4 + at.t].x;
                 int group = set * Base::GROUPS + at.t;
                 total0 = fmaf(scale_of(record, at.g, group, 0), by * fmaf(256.f, sums[0], sums[1]), total0);
                 total1 = fmaf(scale_of(record, at.g, group, 1), by * fmaf(256.f, sums[2], sums[3]), total1);

@@ -42,3 +42,18 @@ template <bool IS_BF16> __device__ __forceinline__ u32 pack_halves(float a, floa
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(b), "f"(a));
     return packed;
 }
+
+// Codes `first` and `first` + 1 of four E4M3 ones as float16: exact.
+__device__ __forceinline__ u32 e4m3_as_halves(u32 codes, int first) {
+#if __CUDA_ARCH__ >= 890
+    u32 out;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"((unsigned short)(codes >> 8 * first)));
+    return out;
+#else
+    // Moved to a half's place a code is 2^-8 of its value.
+    u32 spread = __byte_perm(codes, 0, first ? 0x3424 : 0x1404);
+    u32 small = (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 1;
+    __half2 value = __hmul2(*(const __half2*)&small, __floats2half2_rn(256.f, 256.f));
+    return *(const u32*)&value;
+#endif
+}
