@@ -141,14 +141,22 @@ template <typename F> void lane_main() {
     warp::is_over[warp::current] = true;
 }
 
-template <typename F> int dot(const u8* record, const u8* codes, const float* scales, int k, float* out) {
+// Two quads of tokens: out [lane][quad][row g, row g + 8].
+template <typename F> void tokens_main() {
+    float2 totals[2];
+    dot_tokens<F, 2>(task.record, warp::current, task.x.codes, task.x.scales, task.k, totals);
+    for (int q = 0; q < 2; q++) task.out[4 * warp::current + 2 * q] = totals[q].x, task.out[4 * warp::current + 2 * q + 1] = totals[q].y;
+    warp::is_over[warp::current] = true;
+}
+
+template <typename F> int run(void (*work)(), const u8* record, const u8* codes, const float* scales, int k, float* out) {
     static char stacks[32][65536];
     task = {record, {codes, (const float4*)scales}, k, out};
     for (int i = 0; i < 32; i++) {
         getcontext(&warp::lanes[i]);
         warp::lanes[i].uc_stack.ss_sp = stacks[i], warp::lanes[i].uc_stack.ss_size = sizeof stacks[i];
         warp::lanes[i].uc_link = &warp::outside, warp::is_over[i] = false;
-        makecontext(&warp::lanes[i], lane_main<F>, 0);
+        makecontext(&warp::lanes[i], work, 0);
     }
     for (bool is_any = true; is_any;) {
         is_any = false;
@@ -165,6 +173,11 @@ template <typename F> int values(const u8* record, float* out) {
 }
 
 #define FORM(name, ...)                                                                                                   \
-    extern "C" int dot_##name(const u8* r, const u8* c, const float* s, int k, float* o) { return dot<__VA_ARGS__>(r, c, s, k, o); } \
+    extern "C" int dot_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                \
+        return run<__VA_ARGS__>(lane_main<__VA_ARGS__>, r, c, s, k, o);                                                     \
+    }                                                                                                                    \
+    extern "C" int tokens_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                             \
+        return run<__VA_ARGS__>(tokens_main<__VA_ARGS__>, r, c, s, k, o);                                                   \
+    }                                                                                                                    \
     extern "C" int values_##name(const u8* r, float* o) { return values<__VA_ARGS__>(r, o); }
 #include "forms.inc"

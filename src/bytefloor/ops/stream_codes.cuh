@@ -18,8 +18,9 @@ template <int BITS, int STEPS> struct CodePlanes {
         if (BITS == 3) out |= (bit < 2 ? bits << (2 - bit) : bits >> (bit - 2)) & 0x04040404;
         return out;
     }
-    static __device__ __forceinline__ void multiply_group(Sums& sums, const u8* record, int step, int group, const Lane& at, uint2 x,
-                                                          u32 mask) {
+    template <typename LANE, typename MASK>
+    static __device__ __forceinline__ void multiply_group(Sums& sums, const u8* record, int step, int group, const LANE& at, uint2 x,
+                                                          MASK mask) {
         if (BITS == 8) {
             uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
             multiply(sums, u.x, u.y, u.z, u.w, x, mask);
@@ -54,7 +55,7 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         return __half22float2(*(const __half2*)&word);
     }
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int set = 0; set < Base::SETS; set++) {
@@ -62,10 +63,10 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
             Sums halves[2];
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++)
-                Codes::multiply_group(halves[i % 2], record, (set * Base::GROUPS + i) / 2, i % 2, at, b, at.of_set[i]);
+                Codes::multiply_group(halves[i % 2], record, (set * Base::GROUPS + i) / 2, i % 2, at, b, at.of_set(i));
             Sums sums = halves[0] + halves[1];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+                float4 f = x.scale_of((k >> 5) + set * 4 + at.t);
                 uint2 pair = ((const uint2*)(record + SCALES))[at.g * GROUPS_A_ROW + (set * Base::GROUPS + at.t) * 32 / GROUP];
                 float2 row0 = both(pair.x), row1 = both(pair.y);
                 total0 = fmaf(row0.x, f.x * (float)sums.row0(), fmaf(fmaf((float)Codes::OFFSET, row0.x, row0.y), f.w, total0));
@@ -87,17 +88,17 @@ struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
     using Codes = CodePlanes<2, 4>;
     static constexpr int COLUMNS = 256, SCALES = Codes::BYTES, SUPER = SCALES + 256, BYTES = SUPER + 64;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
-        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
+        uint2 scales = ((const uint2*)(record + SCALES))[at.place];
         float positive0 = 0, negative0 = 0, positive1 = 0, negative1 = 0;
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint2 b = x.of_step(k + step * 64, at);
-            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            float4 f = x.scale_of((k >> 5) + step * 2 + (at.t >> 1));
             float all = at.t & 1 ? f.z : f.y;
             Sums sums;
-            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step[0]);
-            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step[1]);
+            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step(0));
+            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step(1));
             u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
             positive0 = fmaf(f.x, (float)((int)(pair & 15) * sums.row0()), positive0);
             positive1 = fmaf(f.x, (float)((int)(pair >> 8 & 15) * sums.row1()), positive1);
@@ -122,16 +123,16 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
     using Codes = CodePlanes<3, 4>;
     static constexpr int COLUMNS = 256, SCALES = Codes::BYTES, SUPER = SCALES + 256, BYTES = SUPER + 32;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
-        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
+        uint2 scales = ((const uint2*)(record + SCALES))[at.place];
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint2 b = x.of_step(k + step * 64, at);
-            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            float4 f = x.scale_of((k >> 5) + step * 2 + (at.t >> 1));
             Sums sums;
-            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step[0]);
-            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step[1]);
+            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step(0));
+            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step(1));
             u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
             float offset = -4.f * (at.t & 1 ? f.z : f.y);
             total0 = fmaf((float)(i8)pair, fmaf(f.x, (float)sums.row0(), offset), total0);
@@ -161,7 +162,7 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
         return ((const float*)(record + SCALES))[g * 2 + row];
     }
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         float total0 = 0, total1 = 0;
 #pragma unroll
@@ -174,7 +175,8 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++) {
                 uint4 u = codes[(set * Base::GROUPS + i) * 32];
-                u32 mask = at.of_set[i];
+                auto mask = at.of_set(i);
+                if (is_none(mask)) continue;
                 float(&sums)[4] = chains[i % 2];
                 multiply_halves<false>(sums, e4m3_as_halves(u.x, 0), e4m3_as_halves(u.y, 0), e4m3_as_halves(u.x, 2),
                                        e4m3_as_halves(u.y, 2), pairs[0] & mask, pairs[1] & mask);
@@ -185,7 +187,7 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[i] = chains[0][i] + chains[1][i];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float by = x.scales[(k >> 5) + set * 4 + at.t].x;
+                float by = x.scale_of((k >> 5) + set * 4 + at.t).x;
                 int group = set * Base::GROUPS + at.t;
                 total0 = fmaf(scale_of(record, at.g, group, 0), by * fmaf(256.f, sums[0], sums[1]), total0);
                 total1 = fmaf(scale_of(record, at.g, group, 1), by * fmaf(256.f, sums[2], sums[3]), total1);

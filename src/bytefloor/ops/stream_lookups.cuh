@@ -19,7 +19,7 @@ template <typename T> __device__ __forceinline__ u32 look_up_high(u32 codes) { r
 
 struct LookedUp {  // sums of codes of either table; their signs differ
     Sums low, high;
-    template <typename T> __device__ __forceinline__ void add(u32 row0, u32 row1, uint2 x, u32 mask) {
+    template <typename T, typename MASK> __device__ __forceinline__ void add(u32 row0, u32 row1, uint2 x, MASK mask) {
         u32 back0 = row0 >> 16, back1 = row1 >> 16;
         multiply(low, look_up_low<T>(row0), look_up_low<T>(row1), look_up_low<T>(back0), look_up_low<T>(back1), x, mask);
         multiply(high, look_up_high<T>(row0), look_up_high<T>(row1), look_up_high<T>(back0), look_up_high<T>(back1), x, mask);
@@ -54,13 +54,14 @@ struct FloatScale {  // halved
 };
 
 // Of the GROUPS of a set, whose codes begin at this lane's first.
-template <typename TABLE, int GROUPS> __device__ __forceinline__ LookedUp looked_up_sums(const uint4* codes, uint2 x, const Lane& at) {
+template <typename TABLE, int GROUPS, typename LANE>
+__device__ __forceinline__ LookedUp looked_up_sums(const uint4* codes, uint2 x, const LANE& at) {
     LookedUp sums;
 #pragma unroll
     for (int half = 0; half < GROUPS / 2; half++) {
         uint4 u = codes[half * 32];
-        sums.template add<TABLE>(u.x, u.y, x, at.of_set[2 * half]);
-        sums.template add<TABLE>(u.z, u.w, x, at.of_set[2 * half + 1]);
+        sums.template add<TABLE>(u.x, u.y, x, at.of_set(2 * half));
+        sums.template add<TABLE>(u.z, u.w, x, at.of_set(2 * half + 1));
     }
     return sums;
 }
@@ -69,7 +70,7 @@ template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_Z
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 512 * STEPS, GROUPS_A_ROW = Base::COLUMNS / GROUP, BYTES = SCALES + 16 * GROUPS_A_ROW * SCALE::BYTES;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         float total0 = 0, total1 = 0;
 #pragma unroll
@@ -78,7 +79,7 @@ template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_Z
             LookedUp sums = looked_up_sums<TABLE, Base::GROUPS>(codes + set * 64, b, at);
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
                 const u8* scale = record + SCALES + (at.g * GROUPS_A_ROW + (set * Base::GROUPS + at.t) * 32 / GROUP) * 2 * SCALE::BYTES;
-                float by = x.scales[(k >> 5) + set * 4 + at.t].x;
+                float by = x.scale_of((k >> 5) + set * 4 + at.t).x;
                 total0 = fmaf(SCALE::load(scale), by * (float)sums.template row0<TABLE>(), total0);
                 total1 = fmaf(SCALE::load(scale + SCALE::BYTES), by * (float)sums.template row1<TABLE>(), total1);
             }
@@ -102,15 +103,15 @@ template <int STEPS> using FP4_g128 = Looked<STEPS, E2M1, FloatScale, 128, true>
 struct IQ4_XS {  // d (sc table[code]), sc an int8 for each 32
     static constexpr int COLUMNS = 256, SCALES = 2048, SUPER = SCALES + 128, BYTES = SUPER + 32;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
-        u32 scales = ((const u32*)(record + SCALES))[at.index];
+        u32 scales = ((const u32*)(record + SCALES))[at.place];
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int set = 0; set < 2; set++) {
             uint2 b = x.of_set(k + set * 128, at);
             LookedUp sums = looked_up_sums<IQ4, 4>(codes + set * 64, b, at);
-            float by = x.scales[(k >> 5) + set * 4 + at.t].x;
+            float by = x.scale_of((k >> 5) + set * 4 + at.t).x;
             u32 pair = scales >> 16 * set;
             total0 = fmaf((float)(i8)pair, by * (float)sums.row0<IQ4>(), total0);
             total1 = fmaf((float)(i8)(pair >> 8), by * (float)sums.row1<IQ4>(), total1);
@@ -132,18 +133,18 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 512 * STEPS, WHOLE = SCALES + 64 * STEPS, BYTES = WHOLE + 64;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
-        const u8* scales = record + SCALES + at.index * 2 * STEPS;
+        const u8* scales = record + SCALES + at.place * 2 * STEPS;
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             uint2 b = x.of_step(k + step * 64, at);
-            float by = x.scales[(k >> 5) + step * 2 + (at.t >> 1)].x;
+            float by = x.scale_of((k >> 5) + step * 2 + (at.t >> 1)).x;
             uint4 u = codes[step * 32];
             LookedUp sums;
-            sums.add<E2M1>(u.x, u.y, b, at.of_step[0]);
-            sums.add<E2M1>(u.z, u.w, b, at.of_step[1]);
+            sums.add<E2M1>(u.x, u.y, b, at.of_step(0));
+            sums.add<E2M1>(u.z, u.w, b, at.of_step(1));
             total0 = fmaf(e4m3_as_float(scales[2 * step]), by * (float)sums.row0<E2M1>(), total0);
             total1 = fmaf(e4m3_as_float(scales[2 * step + 1]), by * (float)sums.row1<E2M1>(), total1);
         }
