@@ -1,7 +1,8 @@
 // How a product's blocks share out its work: items, a ring of weights, shares of sums. See product.cu.
+// A slot's GROUP records go to a team of warps, SHARING of them a record.
 #pragma once
 
-constexpr int N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;
+constexpr int TEAM = GROUP * SHARING, N_GROUPS = WARPS / TEAM, CONSUMERS = WARPS * 32, ROWS = 16;
 constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES, N_OUT = GLU && !FACTOR ? N / 2 : N;
 constexpr int BLOCKS_A_PART = BLOCKS / PARTS, FIRST_DRAWN = STATIC_ITEMS * BLOCKS_A_PART;
 constexpr u32 DRAWS = TILES - FIRST_DRAWN + BLOCKS_A_PART;  // a launch: every item that is left, and one blank a block
@@ -9,7 +10,7 @@ constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K * TOKENS, AT_SHARES = AT
               AT_BARRIERS = AT_SHARES + BUFFERS * RECORDS * TOKENS * ROWS * 4, AT_SLOTS = AT_BARRIERS + 2 * (SLOTS + BUFFERS) * 8,
               AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_END = AT_ITEMS + BUFFERS * 4;
 static_assert(K_IN % 8 == 0 && K_IN <= K && K - K_IN < COLUMNS && (K_IN == K || PARTS == 1), "columns of zeros at the end only");
-static_assert(WARPS % GROUP == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
+static_assert(WARPS % TEAM == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
 static_assert(TILES % INTERLEAVE == 0, "items in rows of equal length");
 static_assert(BLOCKS % PARTS == 0 && FIRST_DRAWN <= TILES && !((NORM || DELTA_PLANES) && PARTS > 1), "items of all parts are shared out");
 
@@ -86,16 +87,16 @@ struct Filler {  // the producer: one thread, or a warp where there are no bulk 
             leave_slot(shared.full(slot.at), lane);
         }
         next_item(-1);
-        for (int i = 0; i < RECORDS && lane == 0; i++) barrier_arrive(shared.done(buffer.at));
+        for (int i = 0; i < RECORDS * SHARING && lane == 0; i++) barrier_arrive(shared.done(buffer.at));
     }
 };
 
 __device__ __forceinline__ void set_barriers(Shared shared, int tid) {
     if (tid < SLOTS) {
-        barrier_init(shared.full(tid), FILL_ARRIVALS), barrier_init(shared.empty(tid), GROUP);
+        barrier_init(shared.full(tid), FILL_ARRIVALS), barrier_init(shared.empty(tid), TEAM);
         *shared.contents(tid) = make_int2(-1, 0);
     }
-    if (tid < BUFFERS) barrier_init(shared.done(tid), RECORDS), barrier_init(shared.read(tid), 1);
+    if (tid < BUFFERS) barrier_init(shared.done(tid), RECORDS * SHARING), barrier_init(shared.read(tid), 1);
 }
 
 // The producer warp's work.
@@ -170,7 +171,7 @@ __device__ __forceinline__ void finish_items(Shared shared, float* y, const floa
 
 // A consumer warp's work: multiply(segment, weights, record, shares) for each of its records, where they are.
 template <typename MULTIPLY> __device__ __forceinline__ void take_records(Shared shared, int warp, int lane, MULTIPLY multiply) {
-    int use = warp / GROUP;
+    int use = warp / TEAM;
     for (Turn<SLOTS> slot{use};; slot.step(N_GROUPS), use += N_GROUPS) {
         // A barrier knows one phase from the next only: first see that this use of the slot has begun.
         volatile int2* found = shared.contents(slot.at);
@@ -178,7 +179,7 @@ template <typename MULTIPLY> __device__ __forceinline__ void take_records(Shared
         barrier_wait(shared.full(slot.at), slot.phase);
         Contents contents(found->y);
         if (contents.segment() == NO_SEGMENT) break;
-        int record = contents.first_record() + warp % GROUP;
+        int record = contents.first_record() + warp % TEAM / SHARING;
         if (record < RECORDS) multiply(contents.segment(), shared.records(slot.at), record, shared.shares(contents.buffer()));
         __syncwarp();
         if (lane == 0) {
