@@ -157,14 +157,17 @@ def run_product(
 def run_tokens(
     fused: FusedProduct, weights: list[tuple[str, int]], k: int, x: Tensor, **more: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(planes of all tokens at once, of each alone, the residual of both ways). x float32 [T, K], delta [T, planes, K]."""
+    """(planes of all tokens at once, of each alone, the residual of both ways).
+
+    x float32 [T, K], delta [T, planes, K].
+    """
     parts = [random_parts(name, n, k, seed) for seed, (name, n) in enumerate(weights)]
     segments = [Segment(form_of(name, n, k), n) for name, n in weights]
     packed = [segment.form.pack(part) for segment, part in zip(segments, parts, strict=True)]
     delta, factor, n_tokens = more.get("delta"), more.get("factor"), x.shape[0]
     delta_planes = 0 if delta is None else delta.shape[1]
     n = sum(segment.n for segment in segments) // (2 if fused.glu is not None and factor is None else 1)
-    rows = Rows(n_tokens, k, delta_planes * k, 0 if factor is None else factor.shape[1])
+    rows = Rows(n_tokens, k, delta_planes * k, 0 if factor is None else factor.shape[1], n)
     plan = plan_product(fused, segments, k, delta_planes, 1e-6, Card(132), rows)
     plan_one = plan_product(fused, segments, k, delta_planes, 1e-6, Card(132))
     assert plan.activations is not None

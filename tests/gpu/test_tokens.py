@@ -14,8 +14,8 @@ from device_kernels import fused_product, norm_call, run_tokens
 
 FORMATS = (
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16",
-    *[f"affine-{bits}b-g64" for bits in (2, 3, 4, 5, 6, 8)], "affine-4b-g32", "affine-8b-g128", "FP8-E4M3-row", "mlx-mxfp8",
-    *lookups.NAMES,
+    *[f"affine-{bits}b-g64" for bits in (2, 3, 4, 5, 6, 8)], "affine-4b-g32", "affine-8b-g128", "FP8-E4M3-row",
+    "mlx-mxfp8", *lookups.NAMES,
 )  # fmt: skip
 N_TOKENS = (4, 8, 16)
 
@@ -27,7 +27,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("n_tokens", N_TOKENS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_token_gets_the_bits_it_gets_alone(name: str, n_tokens: int) -> None:
-    """K05, S11: every form, few tiles and many, columns in parts. A token's values are a thousand times the last one's."""
+    """K05, S11: every form, few tiles and many, columns in parts; tokens a thousand times as large as others."""
     for n, k in ((48, 1024), (3840, 3840), (272, 15360)):
         x = (
             torch.randn(n_tokens, k, device="cuda")

@@ -144,7 +144,7 @@ class Kernel:
         ):
             _checked(driver.cuFuncSetAttribute(self._function, attribute, value), kernel.name)
 
-    def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+    def launch(self, stream: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """arguments: tensors become pointers, None a null pointer, int a 32-bit int.
 
         The launch is a programmatic dependent of what precedes it: the kernel itself sees to it that what it reads has
@@ -153,7 +153,7 @@ class Kernel:
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
         config.sharedMemBytes = self.spec.shared_bytes
         config.hStream = stream

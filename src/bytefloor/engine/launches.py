@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
@@ -64,13 +65,14 @@ class Rows:
     """Values that several tokens have one row each of: floats from one row to the next of what a product reads.
 
     n_tokens: one, or a multiple of four. x, delta, factor: of its input, of the planes that the residual takes up, of
-    what a gate is multiplied with.
+    what a gate is multiplied with. y: of a plane of the output.
     """
 
     n_tokens: int = 1
     x: int = 0
     delta: int = 0
     factor: int = 0
+    y: int = 0
 
 
 ONE_ROW = Rows()
@@ -182,7 +184,7 @@ def plan_product(
         shared = max(shared, card.alone_bytes)
     blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
-    before = {
+    before: dict[str, Any] = {
         "K": part_columns,
         "K_IN": k // parts,
         "PARTS": parts,
@@ -215,6 +217,7 @@ def plan_product(
         "SHARING": ring.sharing,
         "RESIDENT": ring.resident,
         "FACTOR_STRIDE": rows.factor,
+        "Y_STRIDE": parts * rows.y,
     }
     strides = {"TOKENS": n_tokens, "WARPS": PRODUCT_WARPS, "X_STRIDE": rows.x, "DELTA_STRIDE": rows.delta}
     n_columns = part_columns * parts

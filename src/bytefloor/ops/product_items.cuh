@@ -3,7 +3,7 @@
 #pragma once
 
 constexpr int TEAM = GROUP * SHARING, N_GROUPS = WARPS / TEAM, CONSUMERS = WARPS * 32, ROWS = 16;
-constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES, N_OUT = GLU && !FACTOR ? N / 2 : N;
+constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES;
 constexpr int BLOCKS_A_PART = BLOCKS / PARTS, FIRST_DRAWN = STATIC_ITEMS * BLOCKS_A_PART;
 constexpr u32 DRAWS = TILES - FIRST_DRAWN + BLOCKS_A_PART;  // a launch: every item that is left, and one blank a block
 constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K * TOKENS, AT_SHARES = AT_XS + K / 32 * 16 * TOKENS,
@@ -162,7 +162,7 @@ __device__ __forceinline__ void finish_items(Shared shared, float* y, const floa
         const float* shares = shared.shares(buffer.at);
 #pragma unroll 4
         for (int token = 0; token < TOKENS; token++)
-            finish_item(y + token * (PARTS * N_OUT), shares + token * ROWS, factor + token * FACTOR_STRIDE, tile, part, parity, lane);
+            finish_item(y + token * Y_STRIDE, shares + token * ROWS, factor + token * FACTOR_STRIDE, tile, part, parity, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.read(buffer.at));
     }

@@ -1,14 +1,14 @@
 // product_tokens: a weight matrix times several rows of activations, all in one pass over the weights; each token gets, bit for
 // bit, what product.cu gives it alone.
 //
-// y[t][p][n], t < TOKENS, p < PARTS: as product.cu leaves them of one token, h[t][n] with GLU; factor [t][FACTOR_STRIDE].
+// y[t][p][n], t < TOKENS, p < PARTS, Y_STRIDE floats a token: as product.cu leaves them of one; factor [t][FACTOR_STRIDE].
 // codes: of each part and group of 32 [TOKENS][high, low][32], scales float4 [TOKENS] a group: what activations.cu leaves, which
 // says with flags [t][p] that they are those of this step. Work comes in items as there; a block keeps the codes of its part in
 // shared memory, into which the last warp copies them.
 // Approximate as product.cu. Moves the packed weight once, whatever TOKENS. Needs mma and cp.async (sm_80).
 //
 // Defined by the host: what product.cu needs, TOKENS (a multiple of 4), GROUP (records of a slot), SHARING (warps a
-// record, each with its share of the tokens), RESIDENT (blocks that share a multiprocessor), FACTOR_STRIDE.
+// record, each with its share of the tokens), RESIDENT (blocks that share a multiprocessor), FACTOR_STRIDE, Y_STRIDE.
 #include "product_items.cuh"
 
 constexpr int QUADS = TOKENS / 4, MY_QUADS = QUADS / SHARING, CODE_BYTES = 2 * K * TOKENS, SCALE_BYTES = K / 32 * 16 * TOKENS, AT_THERE = (AT_END + 7) / 8 * 8;
