@@ -191,15 +191,13 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(name: str, 
 @pytest.mark.parametrize("n_tokens", [4, 8, 16])
 @pytest.mark.parametrize("name", list(SEVERAL))
 def test_products_of_several_tokens_compile(name: str, n_tokens: int, architecture: str) -> None:
-    """Some spill a little: as many warps as there are count for more. Where there is no room for the codes that is said."""
+    """Some spill a little: as many warps as there are count for more. Where codes have no room that is said."""
     pytest.importorskip("cuda.core")
-    try:
-        kernels = several(CARDS[architecture], name, n_tokens)
-    except UnsupportedError as error:
-        assert architecture == "sm_80"
-        assert f"of {n_tokens} tokens leaves no room" in str(error)
+    if architecture == "sm_80" and n_tokens == 16 and name != "bf16":  # which is split in two
+        with pytest.raises(UnsupportedError, match="of 16 tokens leaves no room"):
+            several(CARDS[architecture], name, n_tokens)
         return
-    for kernel in kernels:
+    for kernel in several(CARDS[architecture], name, n_tokens):
         report = compile_kernel(kernel, architecture)[1]
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report)]
         assert spilled
