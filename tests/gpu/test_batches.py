@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_device_executor import SHAPES, step_of
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
-from test_device_executor import SHAPES, step_of
 
 LENGTHS = (3, 140, 27, 200, 1, 70, 12, 150, 8, 64, 45, 65, 63, 90, 5, 127)
 """Of what each sequence has before it decodes with the others: one tile and several, inside windows and beyond."""
@@ -81,9 +81,9 @@ def test_sequences_together_get_the_bits_that_each_gets_alone(name: str, kind: s
     assert sum(done) >= 60
 
 
-def test_replaying_a_batch_equals_launching(capacity: int = CAPACITY) -> None:
+def test_replaying_a_batch_equals_launching() -> None:
     """X02: for every number of sequences up to the largest graph."""
-    executor = DeviceExecutor(step_of("gemma4"), CachePlan(capacity, 256, len(LENGTHS)))
+    executor = DeviceExecutor(step_of("gemma4"), CachePlan(CAPACITY, 256, len(LENGTHS)))
     for n in range(2, len(LENGTHS) + 1):
         found = []
         for is_eager in (False, True):

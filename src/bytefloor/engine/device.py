@@ -251,6 +251,12 @@ class DeviceExecutor:
 
     def _run_together(self, batch: Batch, rows: Sequence[int], is_eager: bool) -> dict[int, Tensor]:
         """Logits of rows of as many sequences, by row."""
+        graph = self._place(batch, rows)
+        self.launch_all(graph.launches) if is_eager else graph.replay()
+        return dict(zip(rows, graph.memory.logits[: len(rows)].clone(), strict=True))
+
+    def _place(self, batch: Batch, rows: Sequence[int]) -> BatchGraph:
+        """The graph that has room for these rows, with them in it."""
         graph = next(graph for size, graph in sorted(self._batches.items()) if size >= len(rows))
         decoding = [
             DecodingRow(
@@ -260,8 +266,9 @@ class DeviceExecutor:
             )
             for row in rows
         ]
-        replay = partial(self.launch_all, graph.launches) if is_eager else graph.replay
-        return dict(zip(rows, graph.run(decoding, self._stream.synchronize, replay), strict=True))
+        self._stream.synchronize()
+        graph.place(decoding)
+        return graph
 
     def _run_alone(self, batch: Batch, is_eager: bool) -> list[Tensor]:
         """Logits of the wanted rows of one sequence, whose tables are shown."""
@@ -293,6 +300,24 @@ class DeviceExecutor:
         start = batch.slots[-1]
         self._stream.synchronize()
         return self.history[start : start + n_tokens]
+
+    @torch.inference_mode()
+    def decode_greedy_together(self, batch: Batch, n_tokens: int) -> Tensor:
+        """The same for as many sequences as one graph holds, a row each: int32 [sequences, n_tokens]."""
+        n, most = len(batch.tokens), max(self._batches, default=0)
+        if n > most or len(set(batch.sequence)) != n:
+            raise UnsupportedError(f"{n} rows together: expected one of each of at most {most} sequences")
+        end = max(batch.slots) + n_tokens
+        if end > self.plan.capacity:
+            raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
+        with torch.cuda.stream(self._stream):
+            self._prepare(batch)
+            graph = self._place(batch, range(n))
+            for _ in range(n_tokens):
+                graph.replay()
+        self._stream.synchronize()
+        history = graph.memory.history
+        return torch.stack([history[row, start : start + n_tokens] for row, start in enumerate(batch.slots)])
 
     def make_loop(self) -> DecodeLoop:
         """Decoding with the sampling on the device. Whoever asked keeps it: here it would keep the executor alive."""

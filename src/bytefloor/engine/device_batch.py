@@ -58,9 +58,8 @@ class BatchGraph:
             for name, table in memory.tables.items()
         }
 
-    def run(self, rows: Sequence[DecodingRow], synchronize: Callable[[], None], replay: Callable[[], None]) -> Tensor:
-        """Logits float32 [rows, V]. synchronize: waits until what was copied from the host before has been read."""
-        synchronize()
+    def place(self, rows: Sequence[DecodingRow]) -> None:
+        """Put rows where the next step finds them. What was placed before must have been read by the device."""
         padded = [*rows, *[PADDING] * (self.n_tokens - len(rows))]
         self._state.copy_(torch.tensor([(row.token, row.position) for row in padded], dtype=torch.int32))
         self.memory.state[:, :2].copy_(self._state, non_blocking=True)
@@ -70,8 +69,6 @@ class BatchGraph:
             if not torch.equal(wanted, shown):
                 shown.copy_(wanted)
                 self.memory.tables[name].copy_(shown, non_blocking=True)
-        replay()
-        return self.memory.logits[: len(rows)].clone()
 
     def poison(self) -> None:
         """As ``DeviceExecutor.poison``: NaN in all that a step writes, with the parity of the last one."""
