@@ -80,7 +80,9 @@ def of_format(card: Card, name: str, k: int) -> KernelSpec:
     return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
 
 
-def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = None) -> KernelSpec:
+def attention(
+    card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16"
+) -> KernelSpec:
     fused = FusedAttention(
         "test",
         call("attention", scale=1.0, H=n_heads),
@@ -88,7 +90,7 @@ def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = Non
         call("rms_norm", eps=1e-6),
         None,
         call("rope", style="split", inverse_frequencies=()),
-        CacheLayer(CacheKind("kind", j, e, window, "bf16"), 0),
+        CacheLayer(CacheKind("kind", j, e, window, storage), 0),
         True,
         False,
         (),
@@ -115,6 +117,15 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "attention 128": lambda card: attention(card, 128, 32, 8),
     "attention 256": lambda card: attention(card, 256, 16, 8, 1024),
     "attention 512": lambda card: attention(card, 512, 16, 1),
+    "attention int8 64": lambda card: attention(card, 64, 9, 3, None, "int8"),
+    "attention int8 80": lambda card: attention(card, 80, 8, 8, None, "int8"),
+    "attention int8 128": lambda card: attention(card, 128, 32, 8, None, "int8"),
+    "attention int8 256": lambda card: attention(card, 256, 16, 8, 1024, "int8"),
+    "attention int8 512": lambda card: attention(card, 512, 16, 1, None, "int8"),
+    "attention fp8 96": lambda card: attention(card, 96, 8, 4, None, "fp8"),
+    "attention fp8 128": lambda card: attention(card, 128, 32, 8, None, "fp8"),
+    "attention fp8 256": lambda card: attention(card, 256, 16, 8, 1024, "fp8"),
+    "attention fp8 512": lambda card: attention(card, 512, 16, 1, None, "fp8"),
     "embed": lambda card: spec("embed", 128, FORM="Q6_K", D=3840, V=262144, SCALE=61.9),
     "logits": lambda card: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128),
     "gemma4 E4B gate": lambda card: gate(card, ("Q4_K", 256), k=2560),

@@ -20,7 +20,13 @@ SOURCES = Path(__file__).resolve().parent.parent / "ops"
 FORMS = ("stream.cuh", "stream_codes.cuh", "stream_lookups.cuh")
 """The structs of the stream forms, the first with what all of them need."""
 HEADERS = (*FORMS, "ring.cuh", "handover.cuh")
-INCLUDED = ("tensor_core.cuh", "attention_heads.cuh", "attention_round.cuh", "attention_merge.cuh")
+INCLUDED = (
+    "tensor_core.cuh",
+    "attention_storage.cuh",
+    "attention_heads.cuh",
+    "attention_round.cuh",
+    "attention_merge.cuh",
+)
 """What those, and kernels, include themselves."""
 ARCHITECTURES = ("sm_90a",)
 """Offered: what a card has run. Kernels compile for sm_80, 86, 89, 100a and 120a too."""

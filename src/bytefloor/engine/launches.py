@@ -20,10 +20,13 @@ RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
 MOST_SLOTS = 24
 MOST_STAGES = 3
+"""Of bf16; twice as many of codes, which are half as large, so that as many bytes are under way."""
 MOST_COLUMNS = 4096
 """Of a part, where a product may be split: more of them take long to prepare in every block."""
 ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
+STORAGES = {"bf16": 0, "int8": 1, "fp8": 2}
+"""What a cache may keep, by the numbers that ops/attention_storage.cuh has for them."""
 LEAST_TILES = 2
 """Of a run at least, where tiles are taken one after another: below, merging costs more."""
 
@@ -169,18 +172,20 @@ def plan_attention(
     heads = next(h for h in range(MOST_HEADS, 0, -1) if group % h == 0)
     if e % 16 or e > 512:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
-    tile = 16 if e > 256 else 32 if e > 128 else 64
+    storage = STORAGES[kind.storage]
+    tile = (16 if e > 256 else 32 if e > 128 else 64) if storage == 0 else 32 if e > 256 else 64
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     parts = ATTENTION_WARPS // (tile // 16)
-    stage_bytes = 2 * tile * (e + 8) * 2
+    row_bytes = 2 * (e + 8) if storage == 0 else e + (0 if e % 32 else 16) + 2
+    stage_bytes = 2 * tile * row_bytes
 
     def beside_tiles(together: int) -> int:
         n, queries = together * tile, heads * e * 4 if together > 1 else 0
-        shares, factors = max(2 * heads * (n + 8) * 2, queries), 32
+        shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if storage else 32
         return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
 
-    stages = min(MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes)
+    stages = min(2 * MOST_STAGES if storage else MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes)
     room = card.block_bytes - stages * stage_bytes
     together = max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
     shared = stages * stage_bytes + beside_tiles(together)
@@ -194,6 +199,7 @@ def plan_attention(
         "attention",
         ATTENTION_WARPS * 32,
         shared,
+        STORAGE=storage,
         E=e,
         H=n_heads,
         J=j,
@@ -204,7 +210,7 @@ def plan_attention(
         STAGES=stages,
         TOGETHER=together,
         MAX_RUNS=max_runs,
-        MIN_TILES=together if together > 1 else LEAST_TILES,
+        MIN_TILES=min(together, MOST_STAGES) if together > 1 else LEAST_TILES,
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,
