@@ -173,7 +173,8 @@ def plan_attention(
     if e % 16 or e > 512:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
     storage = STORAGES[kind.storage]
-    tile = (16 if e > 256 else 32 if e > 128 else 64) if storage == 0 else 32 if e > 256 else 64
+    bf16_tile = 16 if e > 256 else 32 if e > 128 else 64
+    tile = min(64, 2 * bf16_tile) if storage else bf16_tile
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     parts = ATTENTION_WARPS // (tile // 16)
@@ -210,7 +211,7 @@ def plan_attention(
         STAGES=stages,
         TOGETHER=together,
         MAX_RUNS=max_runs,
-        MIN_TILES=min(together, MOST_STAGES) if together > 1 else LEAST_TILES,
+        MIN_TILES=ceil_div((min(together, MOST_STAGES) if together > 1 else LEAST_TILES) * bf16_tile, tile),
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,

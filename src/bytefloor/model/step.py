@@ -187,7 +187,8 @@ class StepBuilder:
     def attention(self, cache: CacheLayer, q: Buffer, scale: float) -> Buffer:
         """[T, H, E] -> [T, H, E]"""
         operands: dict[str, Buffer | Weight | None] = {"q": q, **self._places(cache)}
-        return self._append(ops.attention.OP, operands, {"scale": scale, "window": cache.kind.window}, cache)
+        attributes = {"scale": scale, "window": cache.kind.window, "storage": cache.kind.storage}
+        return self._append(ops.attention.OP, operands, attributes, cache)
 
     def _places(self, cache: CacheLayer) -> dict[str, Buffer]:
         return {

@@ -73,7 +73,7 @@ __device__ __forceinline__ void fetch(int tile, Band band, const Stored* cache, 
     int position = tile * TILE;
     const Stored *page = cache + (size_t)page_id * (2 * J * BLOCK), *k = page + row_in_page(j, position % PAGE), *v = k + J * BLOCK;
     Stored* v_tile = k_tile + TILE * STRIDE;
-#pragma unroll 4
+#pragma unroll (HAS_SCALES && E > 256 ? 1 : 4)
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
         int row = i / CHUNKS, column = i % CHUNKS * CHUNK, p = position + row;
         if (p >= band.start && p < band.end - OWNS_KV) {

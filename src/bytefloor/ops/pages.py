@@ -1,0 +1,54 @@
+"""What a page of the cache holds, as values: the one place that knows the layout of codes.
+
+Pages of floats are [..., 2, J, PAGE, E], K then V. Pages of codes (int8, fp8) are bytes [..., 2, J, PAGE * (E + 2)]: of
+each head the codes of its positions, then a bf16 scale for each position. Codes are chosen as ``round_to`` chooses them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bytefloor.ops.round_to import code_row
+
+SCALE_BYTES = 2
+CODE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def tail_of(storage: str, page_size: int, head_size: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """(shape of a head's part of a page, dtype) where the cache keeps bf16, int8 or fp8."""
+    if storage in CODE_TYPES:
+        return (page_size * (head_size + SCALE_BYTES),), torch.uint8
+    return (page_size, head_size), torch.bfloat16
+
+
+def holds_codes(cache: Tensor) -> bool:
+    return cache.dtype == torch.uint8
+
+
+def page_size_of(cache: Tensor, head_size: int) -> int:
+    """Positions of a page; cache [n_pages, 2, J, ...]."""
+    return cache.shape[3] // (head_size + SCALE_BYTES) if holds_codes(cache) else cache.shape[3]
+
+
+def codes_and_scales(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Views of pages of codes: bytes [..., PAGE, E] and bf16 [..., PAGE]."""
+    page_size = cache.shape[-1] // (head_size + SCALE_BYTES)
+    codes, scales = cache.split([page_size * head_size, page_size * SCALE_BYTES], dim=-1)
+    return codes.unflatten(-1, (page_size, head_size)), scales.view(torch.bfloat16)
+
+
+def values_of(pages: Tensor, head_size: int, storage: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values [..., PAGE, E] of pages; those of floats as they are."""
+    if not holds_codes(pages):
+        return pages
+    codes, scales = codes_and_scales(pages, head_size)
+    return codes.view(CODE_TYPES[storage]).to(dtype).mul_(scales.to(dtype)[..., None])
+
+
+def write_rows(cache: Tensor, half: int, pages: Tensor, offsets: Tensor, x: Tensor, storage: str) -> None:
+    """Rows x [T, J, E] as codes, to their pages and offsets: K where half is 0, V where it is 1."""
+    codes, scales = codes_and_scales(cache, x.shape[-1])
+    row_codes, row_scales = code_row(x, storage)
+    codes[pages, half, :, offsets] = row_codes.to(CODE_TYPES[storage]).view(torch.uint8)
+    scales[pages, half, :, offsets] = row_scales.to(torch.bfloat16)
