@@ -80,9 +80,7 @@ def of_format(card: Card, name: str, k: int) -> KernelSpec:
     return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
 
 
-def attention(
-    card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16"
-) -> KernelSpec:
+def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16") -> KernelSpec:
     fused = FusedAttention(
         "test",
         call("attention", scale=1.0, H=n_heads),

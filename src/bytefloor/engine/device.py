@@ -124,7 +124,9 @@ class DeviceExecutor:
         sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
         running = prompt_bytes(self.step, self.plan, self.device) + sampling
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
-        plan = MemoryPlan(self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity)
+        plan = MemoryPlan(
+            self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity, _kv(self.step)
+        )
         return launches, plan
 
     def _allocate(self, banned_ids: frozenset[int]) -> DeviceMemory:
@@ -261,8 +263,8 @@ class DeviceExecutor:
         self._memory.state[2] -= 1
 
     def poison(self) -> None:
-        """NaN in the cache (of codes: in their scales) and every float that a step writes: a test's way to see what is read
-        before it is written.
+        """NaN in the cache, of codes in their scales, and in every float that a step writes: a test's way to see what
+        is read before it is written.
 
         With the parity of the last step, so that none passes for written in the next, see ops/handover.cuh.
         """
@@ -273,6 +275,11 @@ class DeviceExecutor:
             buffer.view(torch.int32).fill_(nan)
         # A fill that came late would take back a parity that a running step has given.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+
+def _kv(step: Step) -> str:
+    """What the cache keeps: the same in all layers, which ``check_list`` sees to."""
+    return step.kinds[0].storage
 
 
 def check_list(step: Step) -> None:

@@ -1,7 +1,7 @@
 """Prompts on the device, plainly: the plain list, each matrix unpacked where a product needs it, then cuBLAS.
 
 Products, attention's two among them, run in TF32 (ten bits of mantissa, float32 sums), all else in float32; keys and
-values go to the same pages that the decode kernels read. Codes are decoded for the sequence's own pages, layer by layer.
+values go to the same pages that the decode kernels read. Codes are decoded layer by layer, the sequence's pages alone.
 """
 
 from __future__ import annotations

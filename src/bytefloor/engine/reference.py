@@ -77,7 +77,9 @@ class ReferenceExecutor:
         self.precision = precision or Precision()
         self.device = torch.device(device)
         progress = progress or Silent()
-        memory = MemoryPlan(self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity)
+        memory = MemoryPlan(
+            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity, self._kv()
+        )
         check_memory(memory, progress, advice)
         self._tensors = self._load(progress)
         self.pools = {kind.name: self._allocate(kind) for kind in step.kinds}
@@ -109,6 +111,11 @@ class ReferenceExecutor:
         workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
         running = step_bytes(self.step, self.plan, self.precision.compute.itemsize, lambda call, sizes: 0)
         return max(workspace + running, *narrowed, 0)
+
+    def _kv(self) -> str:
+        """What the cache keeps: rounded values stand in the dtype of activations."""
+        compute, kept = str(self.precision.compute).removeprefix("torch."), self.step.kinds[0].storage
+        return compute if kept == "float32" or not self.precision.rounds else f"{kept} values in {compute}"
 
     def _page_elements(self, kind: CacheKind) -> int:
         return 2 * kind.n_kv_heads * self.plan.page_size * kind.head_size

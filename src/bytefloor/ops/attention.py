@@ -2,8 +2,9 @@
 
 q float32 [T, H, E]; slots, sequence int64 [T] and table int64 [B, n_table] as in cache_write; cache
 [n_pages, 2, J, PAGE, E], or bytes that hold codes of ``storage``, see ``pages.py``. A row at slot p sees slots
-max(0, p - window + 1) .. p, all of 0 .. p where window is None; nothing else in the cache matters. H is a multiple of J: query head h reads
-key/value head h // (H / J). Rows of one sequence are contiguous and their slots ascend. out float32 [T, H, E].
+max(0, p - window + 1) .. p, all of 0 .. p where window is None; nothing else in the cache matters. H is a multiple of
+J: query head h reads key/value head h // (H / J). Rows of one sequence are contiguous and their slots ascend. out
+float32 [T, H, E].
 Approximate: softmax in at least float32, the maximum subtracted first.
 """
 

@@ -1,8 +1,8 @@
 """cache_write: keys and values of new rows go into the pages of their sequences.
 
 k, v float32 [T, J, E]; slots int64 [T]: where in its sequence's ring a row goes; sequence int64 [T]: which row of the
-table; table int64 [B, n_table]: page ids. cache [n_pages, 2, J, PAGE, E] (K then V), changed in place; or bytes that hold
-codes, see ``pages.py``.
+table; table int64 [B, n_table]: page ids. cache [n_pages, 2, J, PAGE, E] (K then V), changed in place; or bytes that
+hold codes, see ``pages.py``.
 Slot s lies in page table[b, (s // PAGE) % n_table] at offset s % PAGE.
 ``storage`` names what the cache keeps (float32, bf16, int8, fp8: the last two with a scale for each head and position);
 rounding to it is the only rounding here.

@@ -1,7 +1,7 @@
 """What a page of the cache holds, as values: the one place that knows the layout of codes.
 
 Pages of floats are [..., 2, J, PAGE, E], K then V. Pages of codes (int8, fp8) are bytes [..., 2, J, PAGE * (E + 2)]: of
-each head the codes of its positions, then a bf16 scale for each position. Codes are chosen as ``round_to`` chooses them.
+each head the codes of its positions, then a bf16 scale for each position. ``round_to.code_row`` chooses them.
 """
 
 from __future__ import annotations
