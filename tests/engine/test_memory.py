@@ -33,7 +33,7 @@ from live_bytes import LiveBytes
 from tiny import build_tiny
 
 CPU = torch.device("cpu")
-PLAN = MemoryPlan(CPU, 7_520_000_000, 1_230_000_000, 610_000_000, 8192)
+PLAN = MemoryPlan(CPU, 7_520_000_000, 1_230_000_000, 610_000_000, 8192, "int8")
 LLAMA = Shape("llama", 256, 512, 2, 8, 2, 64, 4096, 4096, False, {"rope.freq_base": 1e4})
 GEMMA = Shape(
     "gemma4", 256, 512, 4, 4, 2, 64, 1024, 4096, True,
@@ -61,7 +61,7 @@ def test_the_plan_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "available_bytes", lambda device: 150_100_000_000)
     notes = Notes()
     check_memory(PLAN, notes, "")
-    assert notes.said == ["weights 7.52 GB, cache 1.23 GB (8192 positions), scratch 0.61 GB: 9.36 of 150.10 GB"]
+    assert notes.said == ["weights 7.52 GB, cache 1.23 GB (8192 positions, int8), scratch 0.61 GB: 9.36 of 150.10 GB"]
 
 
 def test_what_does_not_fit_is_refused_with_every_number_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused_with_every_number_and_only_then(monkeypatc
     with pytest.raises(CapacityError) as caught:
         check_memory(PLAN, notes, "less needs less")
     assert str(caught.value) == (
-        "does not fit on cpu: weights 7.52 GB, cache 1.23 GB (8192 positions), scratch 0.61 GB need 9.36 GB, "
+        "does not fit on cpu: weights 7.52 GB, cache 1.23 GB (8192 positions, int8), scratch 0.61 GB need 9.36 GB, "
         "9.36 GB available; less needs less"
     )
     assert notes.said == []

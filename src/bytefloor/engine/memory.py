@@ -27,7 +27,7 @@ class MemoryPlan:
     cache: int
     scratch: int
     n_positions: int
-    kv: str = "bf16"
+    kv: str
 
     @property
     def needed(self) -> int:
