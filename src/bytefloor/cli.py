@@ -103,7 +103,11 @@ WeightsOption = Annotated[
 ]
 KvOption = Annotated[
     str | None,
-    typer.Option("--kv", metavar="TYPE", help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8."),
+    typer.Option(
+        "--kv",
+        metavar="TYPE",
+        help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8.",
+    ),
 ]
 ThinkingOption = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="Ask the template for thinking, where it knows of it.")

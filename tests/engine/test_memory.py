@@ -169,16 +169,17 @@ def planned_scratch(step: Step, plan: CachePlan) -> tuple[int, int, int]:
     return plans[0].weights, plans[0].cache, plans[0].scratch
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32), (64, 32)])
 def test_a_prompt_on_the_device_takes_what_was_planned(
-    twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int
+    twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int, kv: str
 ) -> None:
     """No more than the plan, and no less than half of it."""
     # A twin holds each matrix once more; what is in one does not matter here.
     monkeypatch.setattr(TwinKernel, "unpack", lambda self, packed, rows, first, step, n, out: out.fill_(0.1))
-    model = model_of(name)
-    step, plan = build_step(model.config, model.weights, DEVICE_ROUNDING), CachePlan(n, chunk)
+    model, rounding = model_of(name), replace(DEVICE_ROUNDING, cache=kv)
+    step, plan = build_step(model.config, model.weights, rounding), CachePlan(n, chunk)
     executor = DeviceExecutor(step, plan, device="cpu")
     planned = prompt_bytes(step, plan, CPU)
     with LiveBytes() as live:

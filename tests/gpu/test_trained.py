@@ -33,6 +33,15 @@ ACTIVATION_COST = {
 DEVICE = Rounding(activations="int16_g32", cache="bf16")
 CACHE_ONLY = Rounding(cache="bf16")
 CHUNK = 512
+# Mean KL to float32 of a cache of codes alone, all else float32: docs/numerics.md.
+CACHE_COST = {
+    "smollm2-135m-instruct-q4_1": {"int8": 3.0e-4, "fp8": 2.4e-3},
+    "gemma-3-270m-q4_k_m": {"int8": 1.3e-3, "fp8": 1.9e-3},
+    "gemma4-tiny": {"int8": 2.0e-5, "fp8": 2.4e-4},
+    "gemma4-tiny-e": {"int8": 1.8e-5, "fp8": 4.6e-4},
+}
+N_TEXTS = 3
+"""Of seven, the shortest: enough for caches of codes."""
 
 
 def find_checkpoint(name: str, shared_dir: Path) -> Path:
@@ -121,6 +130,36 @@ def test_the_graph_says_what_float32_says(trained: tuple[str, Model, list[dict[s
     assert kl <= 1.5 * ACTIVATION_COST[name] + cache_kl
     assert not any(row["flips_vs_float32_margin_0.3"] or row["flips_vs_alike_margin_0.05"] for row in rows), rows
     assert all(row["greedy_ok"] for row in rows)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_the_graph_over_a_cache_of_codes(
+    trained: tuple[str, Model, list[dict[str, Any]]], storage: str, capsys: pytest.CaptureFixture
+) -> None:
+    """S13: it costs what it costs the executor that rounds alike, and is nearer to that one than to float32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    name, model, prompts = trained
+    rounding = Rounding(activations="int16_g32", cache=storage)
+    device = DeviceExecutor(build_step(model.config, model.weights, rounding), CachePlan(2304, 64))
+    exact, alike = (reference(model, rounding, rounds) for rounds in (False, True))
+    n, kl_device, kl_alike, kl_between = 0, 0.0, 0.0, 0.0
+    for ids in sorted(([*prompt["ids"], *prompt["greedy"]] for prompt in prompts), key=len)[:N_TEXTS]:
+        found = torch.cat(list(through_the_graph(device, ids)))
+        expected, rounded = (log_probabilities(executor, ids) for executor in (exact, alike))
+        n += len(ids)
+        kl_device += len(ids) * mean_kl(expected, found)
+        kl_alike += len(ids) * mean_kl(expected, rounded)
+        kl_between += len(ids) * mean_kl(rounded, found)
+    kl_device, kl_alike, kl_between = kl_device / n, kl_alike / n, kl_between / n
+    with capsys.disabled():
+        print(
+            f"\n{name}, {storage}: {n} positions, KL to float32 {kl_device:.2e} (rounding alike {kl_alike:.2e}), ",
+            end="",
+        )
+        print(f"to the executor that rounds alike {kl_between:.2e}")
+    assert kl_device <= 1.3 * kl_alike + ACTIVATION_COST[name]
+    assert kl_device <= 2 * CACHE_COST[name][storage] + ACTIVATION_COST[name]
+    assert kl_between <= 0.5 * kl_alike + ACTIVATION_COST[name]
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> None:
