@@ -210,6 +210,18 @@ def test_attention_fits_beside_a_product(name: str) -> None:
         assert quarter(attention) + quarter(REPRESENTATIVE[other](H200)) <= REGISTERS // 4
 
 
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize(("e", "n_heads", "j"), [(64, 9, 3), (80, 8, 8), (128, 32, 8), (256, 16, 8), (512, 16, 1)])
+def test_tiles_of_codes_hold_more_positions_in_as_many_bytes(e: int, n_heads: int, j: int, storage: str) -> None:
+    """So as many bytes are under way; and a short band is cut as that of bf16 is, where tiles allow."""
+    plain, codes = (dict(attention(H200, e, n_heads, j, None, kv).defines) for kv in ("bf16", storage))
+    positions = [int(d["TILE"]) * int(d["STAGES"]) for d in (plain, codes)]
+    assert positions[0] * 1.5 <= positions[1] <= positions[0] * 2
+    least = [int(d["TILE"]) * int(d["MIN_TILES"]) for d in (plain, codes)]
+    assert least[0] <= least[1] <= least[0] * 1.5
+    assert PLAN.page_size % int(codes["TILE"]) == 0
+
+
 @pytest.mark.parametrize(("k", "planes"), [(1004, 1), (1000, 3)])
 def test_columns_that_no_kernel_can_take_are_refused(k: int, planes: int) -> None:
     """Eights are loaded at once, and planes of the product before are whole row tiles apart."""
