@@ -21,7 +21,7 @@ from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import KernelSpec
 from bytefloor.engine.launches import STORAGES
 from bytefloor.ops import OPS
-from bytefloor.ops.pages import tail_of
+from bytefloor.ops.pages import page_shape
 from bytefloor.ops.round_to import round_to
 
 MULTIPROCESSORS = 5
@@ -175,8 +175,9 @@ class TwinKernel:
         assert table.shape[0] == n_table
         assert 0 <= call < n_calls
         storage = {number: name for name, number in STORAGES.items()}[self.n("STORAGE")]
-        tail, dtype = tail_of(storage, self.n("PAGE"), e)
-        assert cache.shape[1:] == (2, j, *tail)
+        rotated, read_norm = self.n("ROTATED"), k_weight if self.n("ROTATED") else None
+        page, dtype = page_shape(storage, j, self.n("PAGE"), e, rotated)
+        assert cache.shape[1:] == page
         assert cache.dtype == dtype
         heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
         position = state[1:2].long()
@@ -188,9 +189,11 @@ class TwinKernel:
             k = self._turned(k, k_weight, frequencies, position)
             if self.n("V_NORM"):
                 v = OPS["rms_norm"].reference(v, self.f("EPS"))
-            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, storage)
+            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, storage, rotated)
         window = self.n("WINDOW") or None
-        mixed = OPS["attention"].reference(q[None], position, first, rows, cache, self.f("SCALE"), window, storage)
+        mixed = OPS["attention"].reference(
+            q[None], position, first, rows, cache, self.f("SCALE"), window, storage, rotated, read_norm
+        )
         out.copy_(mixed.flatten())
 
     def _turned(self, heads: Tensor, weight: Tensor | None, frequencies: Tensor | None, position: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind
 from bytefloor.ops.cache_write import page_ids
 from bytefloor.ops.cache_write import reference as cache_write
-from bytefloor.ops.pages import codes_and_scales, page_size_of, tail_of, values_of
+from bytefloor.ops.pages import codes_and_scales, page_shape, page_size_of, values_of
 from bytefloor.ops.round_to import round_to
 
 MOST_KL = {
@@ -65,10 +65,10 @@ def test_a_scale_is_counted_for_each_head_and_position() -> None:
 def test_pages_of_codes_hold_what_rounding_leaves(storage: str) -> None:
     """Where rows were written, through a table; the scales behind the codes; nothing else is touched."""
     page, e, j, table = 8, 16, 3, torch.tensor([[4, 1, 2]])
-    tail, dtype = tail_of(storage, page, e)
+    shape, dtype = page_shape(storage, j, page, e)
     kind = CacheKind("kind", j, e, None, storage)
-    assert 2 * j * math.prod(tail) * dtype.itemsize == page * kind.position_bytes
-    cache = torch.full((6, 2, j, *tail), 0xFF, dtype=dtype)
+    assert math.prod(shape) * dtype.itemsize == page * kind.position_bytes
+    cache = torch.full((6, *shape), 0xFF, dtype=dtype)
     assert page_size_of(cache, e) == page
     k, v = torch.randn(2, 21, j, e, generator=torch.Generator().manual_seed(1))
     k[5, 1] = 0
@@ -89,8 +89,8 @@ def test_pages_of_codes_hold_what_rounding_leaves(storage: str) -> None:
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 def test_what_is_not_finite_is_a_scale_of_nan(storage: str, bad: float) -> None:
     """Codes cannot say it, and zero shares times codes outside the band must stay zero."""
-    tail, dtype = tail_of(storage, 8, 16)
-    cache, k = torch.zeros(2, 2, 1, *tail, dtype=dtype), torch.randn(1, 1, 16)
+    shape, dtype = page_shape(storage, 1, 8, 16)
+    cache, k = torch.zeros(2, *shape, dtype=dtype), torch.randn(1, 1, 16)
     k[0, 0, 3] = bad
     first = torch.zeros(1, dtype=torch.int64)
     cache_write(k, torch.zeros_like(k), first, first, torch.tensor([[1]]), cache, storage)

@@ -15,7 +15,7 @@ from bytefloor.model.fuse import FusedAttention
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
 from bytefloor.ops.cache_write import page_ids
-from bytefloor.ops.pages import codes_and_scales, tail_of, values_of, write_rows
+from bytefloor.ops.pages import codes_and_scales, page_shape, values_of, write_rows
 from bytefloor.ops.round_to import LARGEST_OF_ALL, round_to
 from device_kernels import handed, launch, norm_call, relative_error, step_state, taken
 
@@ -122,8 +122,8 @@ class Attending:
         self.launched = plan_attention(fused, n_heads, 2, 1e-6, plan, Card(n_multiprocessors))
         n_table, self.page = plan.n_table(kind), plan.page_size
         self.table = torch.randperm(n_table, generator=torch.Generator().manual_seed(e)).to(torch.int32) + 1
-        tail, dtype = tail_of(storage, self.page, e)
-        self.cache = torch.empty(n_table + 2, 2, j, *tail, dtype=dtype, device="cuda")
+        shape, dtype = page_shape(storage, j, self.page, e)
+        self.cache = torch.empty(n_table + 2, *shape, dtype=dtype, device="cuda")
         self.cache.view(torch.uint8).fill_(0xFF)
         self.first = 0 if window is None else max(0, position - window + 1)
         old = torch.randn(2, position, j, e, generator=generator, device="cuda")

@@ -30,7 +30,7 @@ from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
-from bytefloor.ops.pages import tail_of
+from bytefloor.ops.pages import page_shape
 
 MOST_ROWS_ONE_BY_ONE = 24
 """Rows of a batch that go through the decode graph one after another; more are cheaper through the plain list."""
@@ -93,7 +93,7 @@ class DeviceExecutor:
 
     @property
     def pools(self) -> dict[str, Tensor]:
-        """The pages of each cache kind, [layers, pages, 2, J, ...], see ops/pages.py."""
+        """The pages of each cache kind, [layers, pages, ...], see ops/pages.py."""
         return self._memory.pools
 
     @property
@@ -149,9 +149,9 @@ class DeviceExecutor:
         return torch.zeros(n, dtype=torch.int32, device=self.device)
 
     def _pool(self, kind: CacheKind) -> Tensor:
-        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), 2, kind.n_kv_heads)
-        tail, dtype = tail_of(kind.storage, self.plan.page_size, kind.head_size)
-        return torch.empty(*shape, *tail, dtype=dtype, device=self.device)
+        page, dtype = page_shape(kind.storage, kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
+        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # --- running
 

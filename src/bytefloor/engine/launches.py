@@ -201,6 +201,7 @@ def plan_attention(
         ATTENTION_WARPS * 32,
         shared,
         STORAGE=storage,
+        ROTATED=kind.rotated,
         E=e,
         H=n_heads,
         J=j,

@@ -17,6 +17,7 @@ from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, n_values, 
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.pages import page_shape
 
 Observer = Callable[[OpCall, Tensor], None]
 
@@ -118,7 +119,7 @@ class ReferenceExecutor:
         return compute if kept == "float32" or not self.precision.rounds else f"{kept} values in {compute}"
 
     def _page_elements(self, kind: CacheKind) -> int:
-        return 2 * kind.n_kv_heads * self.plan.page_size * kind.head_size
+        return kind.n_kv_heads * self.plan.page_size * kind.head_values
 
     def _dense_weights(self) -> list[Weight]:
         """Those that some op needs whole; a table that is only gathered from stays in the file."""
@@ -147,14 +148,8 @@ class ReferenceExecutor:
         return tensors
 
     def _allocate(self, kind: CacheKind) -> Tensor:
-        shape = (
-            self.step.n_cache_layers[kind.name],
-            self.plan.n_pages(kind),
-            2,
-            kind.n_kv_heads,
-            self.plan.page_size,
-            kind.head_size,
-        )
+        page, _ = page_shape("float32", kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
+        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
         return torch.empty(shape, dtype=self.precision.compute, device=self.device)
 
     # --- binding: everything that does not change from step to step is looked up once

@@ -1,7 +1,9 @@
 """What a page of the cache holds, as values: the one place that knows the layout of codes.
 
-Pages of floats are [..., 2, J, PAGE, E], K then V. Pages of codes (int8, fp8) are bytes [..., 2, J, PAGE * (E + 2)]: of
-each head the codes of its positions, then a bf16 scale for each position. ``round_to.code_row`` chooses them.
+Pages of floats are [..., 2, J, PAGE, E], K then V. Where K is V times a weight in all lanes but the first
+``rotated`` / 2 of each half (``decoder.py: rotated_lanes``), they are [..., 1, J, PAGE, E + rotated]: V, then those lanes
+of K. Pages of codes (int8, fp8) are bytes [..., 2, J, PAGE * (E + 2)]: of each head the codes of its positions, then a
+bf16 scale for each position. ``round_to.code_row`` chooses them.
 """
 
 from __future__ import annotations
@@ -15,11 +17,30 @@ SCALE_BYTES = 2
 CODE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def tail_of(storage: str, page_size: int, head_size: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """(shape of a head's part of a page, dtype) where the cache keeps bf16, int8 or fp8."""
+def page_shape(
+    storage: str, n_kv_heads: int, page_size: int, head_size: int, rotated: int = 0
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """(shape of a page, dtype) where the cache keeps bf16, int8 or fp8; float32 has the shape of bf16."""
     if storage in CODE_TYPES:
-        return (page_size * (head_size + SCALE_BYTES),), torch.uint8
-    return (page_size, head_size), torch.bfloat16
+        return (2, n_kv_heads, page_size * (head_size + SCALE_BYTES)), torch.uint8
+    if rotated:
+        return (1, n_kv_heads, page_size, head_size + rotated), torch.bfloat16
+    return (2, n_kv_heads, page_size, head_size), torch.bfloat16
+
+
+def turning_lanes(x: Tensor, rotated: int) -> Tensor:
+    """The first ``rotated`` / 2 lanes of each half, as a copy."""
+    n, half = rotated // 2, x.shape[-1] // 2
+    return torch.cat((x[..., :n], x[..., half : half + n]), dim=-1)
+
+
+def keys_of(kept: Tensor, k_norm: Tensor, rotated: int) -> Tensor:
+    """All of K [..., E], of V and its turning lanes [..., E + rotated]."""
+    head_size = kept.shape[-1] - rotated
+    n, half = rotated // 2, head_size // 2
+    k = kept[..., :head_size] * k_norm
+    k[..., :n], k[..., half : half + n] = kept[..., head_size:].split(n, dim=-1)
+    return k
 
 
 def holds_codes(cache: Tensor) -> bool:
