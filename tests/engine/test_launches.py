@@ -80,7 +80,9 @@ def of_format(card: Card, name: str, k: int) -> KernelSpec:
     return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
 
 
-def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16") -> KernelSpec:
+def attention(
+    card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16", rotated: int = 0
+) -> KernelSpec:
     fused = FusedAttention(
         "test",
         call("attention", scale=1.0, H=n_heads),
@@ -88,7 +90,7 @@ def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = Non
         call("rms_norm", eps=1e-6),
         None,
         call("rope", style="split", inverse_frequencies=()),
-        CacheLayer(CacheKind("kind", j, e, window, storage), 0),
+        CacheLayer(CacheKind("kind", j, e, window, storage, rotated), 0),
         True,
         False,
         (),
@@ -115,6 +117,7 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "attention 128": lambda card: attention(card, 128, 32, 8),
     "attention 256": lambda card: attention(card, 256, 16, 8, 1024),
     "attention 512": lambda card: attention(card, 512, 16, 1),
+    "attention of values": lambda card: attention(card, 512, 16, 1, None, "bf16", 128),
     "attention int8 64": lambda card: attention(card, 64, 9, 3, None, "int8"),
     "attention int8 80": lambda card: attention(card, 80, 8, 8, None, "int8"),
     "attention int8 128": lambda card: attention(card, 128, 32, 8, None, "int8"),

@@ -53,9 +53,7 @@ def test_logits_are_those_of_the_plain_form(model: Model) -> None:
 
 def test_in_bf16_it_costs_what_the_plain_form_costs(model: Model) -> None:
     """V is rounded before the weight, K after it: the same size of error, not the same error."""
-    step, plain = (
-        build(model, "bf16") for build in (lambda m, s: build_step(m.config, m.weights, Rounding(cache=s)), plain_step)
-    )
+    step, plain = build_step(model.config, model.weights, Rounding(cache="bf16")), plain_step(model, "bf16")
     ids = prompt_ids(40)
     exact = logits_of(plain, ids, 40, Precision(torch.float64, torch.float64, rounds=False))
     costs = [(logits_of(each, ids, 40) - exact).norm() for each in (step, plain)]

@@ -20,7 +20,7 @@ RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
 MOST_SLOTS = 24
 MOST_STAGES = 3
-"""Of bf16; twice as many of codes, which are half as large, so that as many bytes are under way."""
+"""Of keys and values in bf16; up to twice as many of smaller ones, so that as many bytes are under way."""
 MOST_COLUMNS = 4096
 """Of a part, where a product may be split: more of them take long to prepare in every block."""
 ITEMS_A_BLOCK = 3
@@ -178,15 +178,19 @@ def plan_attention(
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     parts = ATTENTION_WARPS // (tile // 16)
+    if kind.rotated % 32:
+        raise UnsupportedError(f"{fused.part}: no attention kernel for keys of which {kind.rotated} lanes turn")
     row_bytes = 2 * (e + 8) if storage == 0 else e + (0 if e % 32 else 16) + 2
-    stage_bytes = 2 * tile * row_bytes
+    stage_bytes = tile * (2 * (e + kind.rotated + 8) if kind.rotated else 2 * row_bytes)
 
     def beside_tiles(together: int) -> int:
         n, queries = together * tile, heads * e * 4 if together > 1 else 0
         shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if storage else 32
         return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
 
-    stages = min(2 * MOST_STAGES if storage else MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes)
+    stages = min(
+        2 * MOST_STAGES if storage or kind.rotated else MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes
+    )
     room = card.block_bytes - stages * stage_bytes
     together = max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
     shared = stages * stage_bytes + beside_tiles(together)

@@ -2,7 +2,8 @@
 //
 // Per head: q, k = rope(rms_norm(., weight)), v = rms_norm(.) where the model has one; k and v are rounded and written to their
 // page; out = softmax(scale q K^T) V over positions max(0, p - WINDOW + 1) .. p. qkv float32 [PLANES_IN][N_IN], rows
-// q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales].
+// q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales],
+// or bf16 [pages][J][PAGE][E + ROTATED]: see attention_storage.cuh.
 // Approximate: tensor cores multiply keys and values, which are bf16 or exact codes, with queries and shares that are split into two bf16 (16
 // bits in all) and sum in float32; softmax in float32; the running maximum starts at a finite value and is applied once a tile.
 // The band is cut into runs of whole tiles by a rule of its length alone; runs are merged in order: two runs of a kernel
@@ -22,7 +23,7 @@
 // Registers: a block has to fit beside one of a product. Each quarter of a multiprocessor has 16384 registers, and five of its 18
 // warps with 56 a lane leave room for two warps with 112. With more, attention begins when that product has ended.
 //
-// Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round,
+// Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept; 0: all), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round,
 // where a run has no more), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0
 // none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
 #include <cuda_bf16.h>
@@ -44,7 +45,7 @@ static_assert(!HAS_SCALES || TILE % 32 == 0, "two tensor core tiles of codes are
 // Shared memory: tiles, with their scales; the new key and value; shares as two bf16, before which queries stand there as floats by heads if all
 // stages are to be filled meanwhile, and otherwise in the last one; of every head what to multiply with, with scales also its sum,
 // and the new scales; scores, before which the angles stand there.
-constexpr int AT_SCALES = 2 * TILE * STRIDE, STAGE = AT_SCALES + (HAS_SCALES ? 4 * TILE : 0), STAGE_BYTES = STAGE * sizeof(Stored),
+constexpr int AT_SCALES = TILES, STAGE = AT_SCALES + (HAS_SCALES ? 4 * TILE : 0), STAGE_BYTES = STAGE * sizeof(Stored),
               QUERY_BYTES = HEADS * E * 4, SHARE_BYTES = 2 * HEADS * SHARE_STRIDE * 2, AT_NEW = STAGES * STAGE_BYTES,
               AT_SHARES = AT_NEW + 2 * E * 4,
               AT_FACTORS = AT_SHARES + (TOGETHER > 1 && QUERY_BYTES > SHARE_BYTES ? QUERY_BYTES : SHARE_BYTES),
@@ -71,8 +72,19 @@ template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("c
 // their shares are, and what lies there times zero need not be; codes are finite whatever they are.
 __device__ __forceinline__ void fetch(int tile, Band band, const Stored* cache, int page_id, int j, Stored* k_tile) {
     int position = tile * TILE;
-    const Stored *page = cache + (size_t)page_id * (2 * J * BLOCK), *k = page + row_in_page(j, position % PAGE), *v = k + J * BLOCK;
+    const Stored *page = cache + (size_t)page_id * (BLOCKS * J * BLOCK), *k = page + row_in_page(j, position % PAGE), *v = k + J * BLOCK;
     Stored* v_tile = k_tile + TILE * STRIDE;
+    if (IS_SHARED) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < TILE * (ROW / 8); i += THREADS) {
+            int row = i / (ROW / 8), column = i % (ROW / 8) * 8, p = position + row;
+            if (p >= band.start && p < band.end - OWNS_KV)
+                copy_async(k_tile + row * STRIDE + column, k + row * ROW + column);
+            else if (!OWNS_KV || p != band.end - 1)
+                *(uint4*)(k_tile + row * STRIDE + column) = make_uint4(0, 0, 0, 0);
+        }
+        return;
+    }
 #pragma unroll (HAS_SCALES && E > 256 ? 1 : 4)
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
         int row = i / CHUNKS, column = i % CHUNKS * CHUNK, p = position + row;
@@ -149,7 +161,7 @@ extern "C" __global__ void __maxnreg__(112)
         turns[tid] = make_float2(cosine, sine);
     }
     __syncthreads();
-    Stored* page_row = cache + (size_t)new_page * (2 * J * BLOCK) + row_in_page(j, position % PAGE);
+    Stored* page_row = cache + (size_t)new_page * (BLOCKS * J * BLOCK) + row_in_page(j, position % PAGE);
     Stored* page_scale = page_row + (PAGE - position % PAGE) * E + position % PAGE * 2;
     Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
     prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
@@ -181,15 +193,18 @@ extern "C" __global__ void __maxnreg__(112)
         __syncthreads();
         soften<TOGETHER>(largest, total, scores, tiles, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
         __syncthreads();
-        mixture.take<TOGETHER>(tiles + TILE * STRIDE, shares, factors, end, warp, lane);
+        mixture.take<TOGETHER>(tiles + VALUES, shares, factors, end, warp, lane);
     } else {
         int next = tile + STAGES - 1, next_page = pages[STAGES - 1];
         for (int n = 0; tile < tile_end; tile++, n++) {
             Stored* k_tile = tiles + n % STAGES * STAGE;
             wait_copies<STAGES - 2>();
             if (has_new && tile == position / TILE)
-                for (int i = tid; i < 2 * E; i += THREADS)
-                    k_tile[(i < E ? 0 : TILE * STRIDE) + position % TILE * STRIDE + i % E] = encode(fresh[i], new_scales[i >= E]);
+                for (int i = tid; i < 2 * E; i += THREADS) {
+                    if (IS_SHARED && i < E && !is_rotated(i)) continue;
+                    k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (IS_SHARED && i < E ? key_lane(i) : i % E)] =
+                        encode(fresh[i], new_scales[i >= E]);
+                }
             __syncthreads();  // the tile is there, and nobody reads the one before it, or the queries, any more
             if (next < tile_end) {
                 fetch(next, band, cache, next_page, j, tiles + (n + STAGES - 1) % STAGES * STAGE);
@@ -201,7 +216,7 @@ extern "C" __global__ void __maxnreg__(112)
             __syncthreads();
             soften<1>(largest, total, scores, k_tile, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
             __syncthreads();
-            mixture.take<1>(k_tile + TILE * STRIDE, shares, factors, end, warp, lane);
+            mixture.take<1>(k_tile + VALUES, shares, factors, end, warp, lane);
         }
         wait_copies<0>();
     }

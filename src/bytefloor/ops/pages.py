@@ -1,9 +1,9 @@
 """What a page of the cache holds, as values: the one place that knows the layout of codes.
 
 Pages of floats are [..., 2, J, PAGE, E], K then V. Where K is V times a weight in all lanes but the first
-``rotated`` / 2 of each half (``decoder.py: rotated_lanes``), they are [..., 1, J, PAGE, E + rotated]: V, then those lanes
-of K. Pages of codes (int8, fp8) are bytes [..., 2, J, PAGE * (E + 2)]: of each head the codes of its positions, then a
-bf16 scale for each position. ``round_to.code_row`` chooses them.
+``rotated`` / 2 of each half (``decoder.py: rotated_lanes``), [..., 1, J, PAGE, E + rotated]: V, then those lanes of K.
+Pages of codes (int8, fp8) are bytes [..., 2, J, PAGE * (E + 2)]: of each head the codes of its positions, then a bf16
+scale for each position. ``round_to.code_row`` chooses them.
 """
 
 from __future__ import annotations
