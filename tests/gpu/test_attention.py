@@ -15,7 +15,7 @@ from bytefloor.model.fuse import FusedAttention
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
 from bytefloor.ops.cache_write import page_ids
-from bytefloor.ops.pages import codes_and_scales, page_shape, values_of, write_rows
+from bytefloor.ops.pages import codes_and_scales, keys_of, page_shape, turning_lanes, values_of, write_rows
 from bytefloor.ops.round_to import LARGEST_OF_ALL, round_to
 from device_kernels import handed, launch, norm_call, relative_error, step_state, taken
 
@@ -79,6 +79,27 @@ def test_attention_over_many_tiles_of_codes_equals_float64(storage: str, case: t
     check_attention(*case, capacity=16384, n_multiprocessors=n_multiprocessors, storage=storage)
 
 
+SHARED_CASES = [
+    *[(512, 16, 1, p, 128) for p in (0, 1, 15, 16, 17, 79, 80, 95, 96, 300, 700)],
+    *[(512, h, 1, 77, 128) for h in (1, 2, 4, 8)],
+    (256, 4, 1, 200, 64),
+    (128, 8, 2, 200, 32),
+]
+
+
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_attention_over_values_and_the_lanes_that_turn_equals_float64(case: tuple[int, int, int, int, int]) -> None:
+    """K=V layers: all other lanes of keys are values times the weight of the K norm."""
+    e, n_heads, j, position, rotated = case
+    check_attention(e, n_heads, j, None, position, True, "split", rotated=rotated)
+
+
+@pytest.mark.parametrize("n_multiprocessors", [4, 132])
+@pytest.mark.parametrize(("n_heads", "j"), [(16, 1), (4, 2)])
+def test_the_same_over_several_tiles_a_run(n_heads: int, j: int, n_multiprocessors: int) -> None:
+    check_attention(512, n_heads, j, None, 9001, True, "split", 16384, n_multiprocessors=n_multiprocessors, rotated=128)
+
+
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("row", [1, 2])
@@ -107,12 +128,14 @@ class Attending:
     def __init__(
         self, e: int, n_heads: int, j: int, window: int | None, position: int, has_v_from_k: bool, style: str | None,
         capacity: int = 1024, n_multiprocessors: int = 132, storage: str = "bf16", has_norms: bool = True,
+        rotated: int = 0,
     ) -> None:  # fmt: skip
         self.position, self.storage = position, storage
         generator = torch.Generator("cuda").manual_seed(position * 1000 + e)
         plan = CachePlan(capacity, chunk=64)
-        kind = CacheKind("kind", j, e, window, storage)
-        self.frequencies = tuple(0.0 if i % 5 == 4 else 10000.0 ** (-2 * i / e) for i in range(e // 2))
+        kind = CacheKind("kind", j, e, window, storage, rotated)
+        stands = [i >= rotated // 2 if rotated else i % 5 == 4 for i in range(e // 2)]
+        self.frequencies = tuple(0.0 if stands[i] else 10000.0 ** (-2 * i / e) for i in range(e // 2))
         rope = OpCall(OPS["rope"], "test", {}, {"style": style, "inverse_frequencies": self.frequencies}, None, {})
         norm = norm_call() if has_norms else None
         attention = OpCall(OPS["attention"], "test", {}, {"scale": 0.3}, None, {"H": n_heads})
@@ -122,7 +145,7 @@ class Attending:
         self.launched = plan_attention(fused, n_heads, 2, 1e-6, plan, Card(n_multiprocessors))
         n_table, self.page = plan.n_table(kind), plan.page_size
         self.table = torch.randperm(n_table, generator=torch.Generator().manual_seed(e)).to(torch.int32) + 1
-        shape, dtype = page_shape(storage, j, self.page, e)
+        shape, dtype = page_shape(storage, j, self.page, e, rotated)
         self.cache = torch.empty(n_table + 2, *shape, dtype=dtype, device="cuda")
         self.cache.view(torch.uint8).fill_(0xFF)
         self.first = 0 if window is None else max(0, position - window + 1)
@@ -132,7 +155,10 @@ class Attending:
         self.old = round_to(old, storage).double()
         slots = torch.arange(self.first, position, device="cuda")
         pages = page_ids(slots, self.table.cuda().long().expand(len(slots), -1), self.page)
-        for half in range(2):
+        if rotated:  # V, and lanes of K that have nothing to do with it
+            kept = torch.cat((old[1], turning_lanes(old[0], rotated)), -1)[self.first :]
+            self.cache[pages, 0, :, slots % self.page] = kept.bfloat16()
+        for half in range(0 if rotated else 2):
             rows = old[half, self.first :]
             if storage == "bf16":
                 self.cache[pages, half, :, slots % self.page] = rows.bfloat16()
@@ -141,6 +167,9 @@ class Attending:
         n_rows = (n_heads + j + (0 if has_v_from_k else j)) * e
         self.qkv = torch.randn(2, n_rows, generator=generator, device="cuda")
         self.q_weight, self.k_weight = torch.randn(2, e, generator=generator, device="cuda")
+        self.rotated = rotated
+        if rotated:
+            self.old[0] = self.whole_keys(self.old[1], turning_lanes(self.old[0], rotated))
         self.parts = torch.zeros(self.launched.n_parts, dtype=torch.int64, device="cuda")
         self.sums = torch.zeros(self.launched.n_sums, dtype=torch.int64, device="cuda")
         self.out = torch.full((n_heads * e,), float("nan"), device="cuda")
@@ -155,9 +184,15 @@ class Attending:
         )  # fmt: skip
         return taken(self.out, n_steps).clone()
 
+    def whole_keys(self, v: Tensor, lanes: Tensor) -> Tensor:
+        return keys_of(torch.cat((v, lanes), -1), self.k_weight.double(), self.rotated)
+
     def written(self, e: int) -> Tensor:
         """[2, J, E]: what the cache holds of the position."""
         page = self.cache[int(self.table[(self.position // self.page) % len(self.table)])]
+        if self.rotated:
+            kept = page[0, :, self.position % self.page].double()
+            return torch.stack((self.whole_keys(kept[:, :e], kept[:, e:]), kept[:, :e]))
         return values_of(page, e, self.storage)[:, :, self.position % self.page].double()
 
 
@@ -172,8 +207,11 @@ def check_attention(
     capacity: int = 1024,
     n_multiprocessors: int = 132,
     storage: str = "bf16",
+    rotated: int = 0,
 ) -> None:
-    a = Attending(e, n_heads, j, window, position, has_v_from_k, style, capacity, n_multiprocessors, storage)
+    a = Attending(
+        e, n_heads, j, window, position, has_v_from_k, style, capacity, n_multiprocessors, storage, rotated=rotated
+    )
     assert torch.equal(a.run(1), a.run(2)), "either parity, over what the other left"
     heads = a.qkv.double().sum(0).view(-1, e)
     q, k = heads[:n_heads], heads[n_heads : n_heads + j]
@@ -181,8 +219,11 @@ def check_attention(
     turn = rope_of(style, a.frequencies, position)
     q = turn(head_norm(q) * a.q_weight.double()) * 0.3
     k = turn(head_norm(k) * a.k_weight.double())
-    check_written(a.written(e), torch.stack((k, head_norm(v))).float(), storage)
     written = a.written(e)
+    if rotated:  # lanes that do not turn are made of V, which is rounded before
+        rounded = head_norm(v).float().bfloat16().double()
+        k = a.whole_keys(rounded, turning_lanes(k, rotated))
+    check_written(written, torch.stack((k, head_norm(v))).float(), storage)
     keys = torch.cat((a.old[0, a.first :], written[None, 0]))
     values = torch.cat((a.old[1, a.first :], written[None, 1]))
     group = n_heads // j
