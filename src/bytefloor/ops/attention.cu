@@ -4,8 +4,9 @@
 // page; out = softmax(scale q K^T) V over positions max(0, p - WINDOW + 1) .. p. qkv float32 [PLANES_IN][N_IN], rows
 // q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales],
 // or bf16 [pages][J][PAGE][E + ROTATED]: see attention_storage.cuh.
-// Approximate: tensor cores multiply keys and values, which are bf16 or exact codes, with queries and shares that are split into two bf16 (16
-// bits in all) and sum in float32; softmax in float32; the running maximum starts at a finite value and is applied once a tile.
+// Approximate: tensor cores multiply keys and values, which are bf16 or codes that bf16 holds, with queries and shares that are
+// split into two bf16 (16 bits in all) and sum in float32; softmax in float32; the running maximum starts at a finite value and is
+// applied once a tile.
 // The band is cut into runs of whole tiles by a rule of its length alone; runs are merged in order: two runs of a kernel
 // give the same bits.
 // Moves the live band of K and V once for each group of HEADS query heads. Needs cp.async and mma (sm_80).
@@ -23,9 +24,10 @@
 // Registers: a block has to fit beside one of a product. Each quarter of a multiprocessor has 16384 registers, and five of its 18
 // warps with 56 a lane leave room for two warps with 112. With more, attention begins when that product has ended.
 //
-// Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept; 0: all), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round,
-// where a run has no more), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0
-// none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
+// Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept beside values; 0: keys are kept
+// whole), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round, where a run has no
+// more), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2
+// interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
 #include <cuda_bf16.h>
 
 #include "attention_storage.cuh"
@@ -42,9 +44,9 @@ static_assert(TILE % 16 == 0 && WARPS % POSITION_TILES == 0 && GROUP % HEADS == 
 static_assert(HEADS <= WARPS, "a warp a head, and a second task for those of the new key and value at most");
 static_assert(!HAS_SCALES || TILE % 32 == 0, "two tensor core tiles of codes are loaded at once");
 
-// Shared memory: tiles, with their scales; the new key and value; shares as two bf16, before which queries stand there as floats by heads if all
-// stages are to be filled meanwhile, and otherwise in the last one; of every head what to multiply with, with scales also its sum,
-// and the new scales; scores, before which the angles stand there.
+// Shared memory: tiles, with their scales; the new key and value; shares as two bf16, before which queries stand there as floats
+// by heads if all stages are to be filled meanwhile, and otherwise in the last one; of every head what to multiply with, with
+// scales also its sum, and the new scales; scores, before which the angles stand there.
 constexpr int AT_SCALES = TILES, STAGE = AT_SCALES + (HAS_SCALES ? 4 * TILE : 0), STAGE_BYTES = STAGE * sizeof(Stored),
               QUERY_BYTES = HEADS * E * 4, SHARE_BYTES = 2 * HEADS * SHARE_STRIDE * 2, AT_NEW = STAGES * STAGE_BYTES,
               AT_SHARES = AT_NEW + 2 * E * 4,
@@ -74,7 +76,7 @@ __device__ __forceinline__ void fetch(int tile, Band band, const Stored* cache, 
     int position = tile * TILE;
     const Stored *page = cache + (size_t)page_id * (BLOCKS * J * BLOCK), *k = page + row_in_page(j, position % PAGE), *v = k + J * BLOCK;
     Stored* v_tile = k_tile + TILE * STRIDE;
-    if (IS_SHARED) {
+    if (KEYS_ARE_VALUES) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < TILE * (ROW / 8); i += THREADS) {
             int row = i / (ROW / 8), column = i % (ROW / 8) * 8, p = position + row;
@@ -201,8 +203,8 @@ extern "C" __global__ void __maxnreg__(112)
             wait_copies<STAGES - 2>();
             if (has_new && tile == position / TILE)
                 for (int i = tid; i < 2 * E; i += THREADS) {
-                    if (IS_SHARED && i < E && !is_rotated(i)) continue;
-                    k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (IS_SHARED && i < E ? key_lane(i) : i % E)] =
+                    if (KEYS_ARE_VALUES && i < E && !is_rotated(i)) continue;
+                    k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
                         encode(fresh[i], new_scales[i >= E]);
                 }
             __syncthreads();  // the tile is there, and nobody reads the one before it, or the queries, any more

@@ -55,7 +55,7 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
     __syncwarp();
     Head second_by;
     if (TASKS > 1) norm_by.load(warp < HEADS ? q_weight : k_weight, lane);
-    if (TASKS > 1 || IS_SHARED) second_by.load(k_weight, lane);
+    if (TASKS > 1 || KEYS_ARE_VALUES) second_by.load(k_weight, lane);
 #pragma unroll
     for (int n = 0; n < TASKS; n++) {
         int task = n * WARPS + warp;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
         for (int m = 0; m < FOURS; m++) {
             if (!Head::has(m, lane)) continue;
             float4 v = x.v[m], by = is_value || !has_norm ? make_float4(1.f, 1.f, 1.f, 1.f) : n ? second_by.v[m] : norm_by.v[m];
-            if (IS_SHARED && is_query && !is_rotated((m * 32 + lane) * 4)) {
+            if (KEYS_ARE_VALUES && is_query && !is_rotated((m * 32 + lane) * 4)) {
                 float4 key = second_by.v[m];
                 by.x *= key.x, by.y *= key.y, by.z *= key.z, by.w *= key.w;
             }
@@ -102,11 +102,11 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
             }
 #endif
             for (int i = lane; i < E; i += 32) {
-                int at = IS_SHARED && !is_value ? key_lane(i) : i;
-                if (IS_SHARED && at < 0) continue;
+                int at = KEYS_ARE_VALUES && !is_value ? key_lane(i) : i;
+                if (KEYS_ARE_VALUES && at < 0) continue;
                 Stored rounded = encode(out[i], scale);
                 if (new_row) new_row[(is_value ? VALUES : 0) + at] = rounded;
-                if (page_row) page_row[(is_value && !IS_SHARED ? J * BLOCK : 0) + at] = rounded;
+                if (page_row) page_row[(is_value && !KEYS_ARE_VALUES ? J * BLOCK : 0) + at] = rounded;
             }
         }
     }

@@ -59,7 +59,7 @@ __device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const Stor
             int step = i * PARTS + warp % PARTS;
             if (K_STEPS % PARTS && step >= K_STEPS) break;
             u32 a[4];
-            int at = IS_SHARED && is_rotated(step * 16) ? key_lane(step * 16) : step * 16;
+            int at = KEYS_ARE_VALUES && is_rotated(step * 16) ? key_lane(step * 16) : step * 16;
             load_matrices(a, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + at + (lane >> 4) * 8);
             multiply(high, a, query[i].x, query[i].y);
             multiply(low, a, query[i].z, query[i].w);

@@ -53,18 +53,18 @@ __device__ __forceinline__ float scale_of(const float* values, int lane) {
 }
 #endif
 
-constexpr bool HAS_SCALES = STORAGE != 0, IS_SHARED = ROTATED != 0;
+constexpr bool HAS_SCALES = STORAGE != 0, KEYS_ARE_VALUES = ROTATED != 0;
 constexpr int CHUNK = 16 / sizeof(Stored), CHUNKS = E / CHUNK;  // of 16 bytes
 // Of a row in shared memory: an odd number of chunks, so that eight rows lie in different banks.
 constexpr int STRIDE = HAS_SCALES ? E + (E % 32 ? 0 : CHUNK) : E + ROTATED + 8;
 // Keys and values of a head in a page: scales stand behind codes. Or, where all but some lanes of a key are its value times a
 // weight, rows of a value and those lanes: the first ROTATED / 2 of each half. Queries take the weight in the other lanes.
-constexpr int ROW = E + ROTATED, BLOCK = HAS_SCALES ? PAGE * (E + 2) : PAGE * ROW, BLOCKS = IS_SHARED ? 1 : 2;
-constexpr int VALUES = IS_SHARED ? 0 : TILE * STRIDE, TILES = BLOCKS * TILE * STRIDE;  // in a stage: values of a tile; the end
-static_assert(!(HAS_SCALES && IS_SHARED) && ROTATED % 32 == 0, "lanes of bf16, whole tensor core tiles of each half");
+constexpr int ROW = E + ROTATED, BLOCK = HAS_SCALES ? PAGE * (E + 2) : PAGE * ROW, BLOCKS = KEYS_ARE_VALUES ? 1 : 2;
+constexpr int VALUES = KEYS_ARE_VALUES ? 0 : TILE * STRIDE, TILES = BLOCKS * TILE * STRIDE;  // in a stage: values of a tile; the end
+static_assert(!(HAS_SCALES && KEYS_ARE_VALUES) && ROTATED % 32 == 0, "lanes of bf16, whole tensor core tiles of each half");
 __device__ __forceinline__ int row_in_page(int head, int offset) {
     return HAS_SCALES ? head * BLOCK + offset * E : (head * PAGE + offset) * ROW;
 }
-// Lane i of a key in a shared row, -1 if it is not there.
+// Where lane i of a key stands in such a row, -1 if it does not.
 __device__ __forceinline__ bool is_rotated(int i) { return i % (E / 2) < ROTATED / 2; }
 __device__ __forceinline__ int key_lane(int i) { return !is_rotated(i) ? -1 : E + i - (i < E / 2 ? 0 : (E - ROTATED) / 2); }
