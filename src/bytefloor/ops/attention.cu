@@ -87,7 +87,7 @@ __device__ __forceinline__ void fetch(int tile, Band band, const Stored* cache, 
         }
         return;
     }
-#pragma unroll (HAS_SCALES && E > 256 ? 1 : 4)
+#pragma unroll (HAS_SCALES && (E > 256 || E % 64) ? 1 : 4)  // registers: what has been found not to spill
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
         int row = i / CHUNKS, column = i % CHUNKS * CHUNK, p = position + row;
         if (p >= band.start && p < band.end - OWNS_KV) {
@@ -202,6 +202,9 @@ extern "C" __global__ void __maxnreg__(112)
             Stored* k_tile = tiles + n % STAGES * STAGE;
             wait_copies<STAGES - 2>();
             if (has_new && tile == position / TILE)
+#if STORAGE  // registers: unrolled, divisions spill
+#pragma unroll 1
+#endif
                 for (int i = tid; i < 2 * E; i += THREADS) {
                     if (KEYS_ARE_VALUES && i < E && !is_rotated(i)) continue;
                     k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
