@@ -19,7 +19,9 @@ from bytefloor.engine import planner as planner_module
 from bytefloor.engine import prompt as prompt_module
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import KernelSpec
+from bytefloor.engine.launches import STORAGES
 from bytefloor.ops import OPS
+from bytefloor.ops.pages import page_shape
 from bytefloor.ops.round_to import round_to
 
 MULTIPROCESSORS = 5
@@ -211,7 +213,11 @@ class TwinKernel:
 
     def _attend(self, qkv, q_weight, k_weight, frequencies, cache, table, position, out) -> None:
         e, n_heads, j = self.n("E"), self.n("H"), self.n("J")
-        assert cache.shape[2:] == (j, self.n("PAGE"), e)
+        storage = {number: name for name, number in STORAGES.items()}[self.n("STORAGE")]
+        rotated, read_norm = self.n("ROTATED"), k_weight if self.n("ROTATED") else None
+        page, dtype = page_shape(storage, j, self.n("PAGE"), e, rotated)
+        assert cache.shape[1:] == page
+        assert cache.dtype == dtype
         heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
         position = position[None].long()
         first, rows = torch.zeros(1, dtype=torch.int64), table[None].long()
@@ -222,9 +228,11 @@ class TwinKernel:
             k = self._turned(k, k_weight, frequencies, position)
             if self.n("V_NORM"):
                 v = OPS["rms_norm"].reference(v, self.f("EPS"))
-            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, "bf16")
+            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, storage, rotated)
         window = self.n("WINDOW") or None
-        mixed = OPS["attention"].reference(q[None], position, first, rows, cache, self.f("SCALE"), window)
+        mixed = OPS["attention"].reference(
+            q[None], position, first, rows, cache, self.f("SCALE"), window, storage, rotated, read_norm
+        )
         out.copy_(mixed.flatten())
 
     def _turned(self, heads: Tensor, weight: Tensor | None, frequencies: Tensor | None, position: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ SHAPES = {
 IDS = torch.randint(0, 270, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 TIES = 1e-2
 """What keys and values at the border of two bf16 values may do to logits."""
+CODE_TIES = 5e-2
+"""The same of two codes of eight bits."""
 Make = Callable[..., DeviceExecutor]
 
 
@@ -93,6 +95,26 @@ def test_rows_one_by_one_equal_the_reference_that_rounds_alike(make: Make, step:
     for chunk in (1, MOST_ROWS_ONE_BY_ONE):
         executor.poison()
         assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_caches_of_codes_equal_the_reference_that_rounds_alike(make: Make, family: str, storage: str) -> None:
+    """Rows by the graph, rows as a prompt, and both by turns: one layout of pages."""
+    model = load_model(checkpoint_of(family, SHAPES[family], "Q4_K_M", "cpu"))
+    step = build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=storage))
+    expected, executor = reference_logits(step, IDS), make(step)
+    assert {pool.dtype for pool in executor.pools.values()} == {torch.uint8}
+    assert executor.cache_bytes() == sum(pool.nbytes for pool in executor.pools.values())
+    for chunk in (1, MOST_ROWS_ONE_BY_ONE, MOST_ROWS_ONE_BY_ONE + 1, 64, 70):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < CODE_TIES
+
+
+def test_a_cache_that_no_kernel_reads_is_refused(make: Make) -> None:
+    model = load_model(checkpoint_of("llama", SHAPES["llama"], "Q4_K_M", "cpu"))
+    with pytest.raises(UnsupportedError, match=r"cache of one of bf16, int8, fp8; .*float32"):
+        make(build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache="float32")))
 
 
 def test_per_layer_inputs_may_be_narrower_than_a_record(make: Make) -> None:

@@ -82,7 +82,9 @@ def of_format(card: Card, name: str, k: int) -> KernelSpec:
     return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
 
 
-def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = None) -> KernelSpec:
+def attention(
+    card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16", rotated: int = 0
+) -> KernelSpec:
     fused = FusedAttention(
         "test",
         call("attention", scale=1.0, H=n_heads),
@@ -90,7 +92,7 @@ def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = Non
         call("rms_norm", eps=1e-6),
         None,
         call("rope", style="split", inverse_frequencies=()),
-        CacheLayer(CacheKind("kind", j, e, window, "bf16"), 0),
+        CacheLayer(CacheKind("kind", j, e, window, storage, rotated), 0),
         True,
         False,
         (),
@@ -117,6 +119,16 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "attention 128": lambda card: attention(card, 128, 32, 8),
     "attention 256": lambda card: attention(card, 256, 16, 8, 1024),
     "attention 512": lambda card: attention(card, 512, 16, 1),
+    "attention of values": lambda card: attention(card, 512, 16, 1, None, "bf16", 128),
+    "attention int8 64": lambda card: attention(card, 64, 9, 3, None, "int8"),
+    "attention int8 80": lambda card: attention(card, 80, 8, 8, None, "int8"),
+    "attention int8 128": lambda card: attention(card, 128, 32, 8, None, "int8"),
+    "attention int8 256": lambda card: attention(card, 256, 16, 8, 1024, "int8"),
+    "attention int8 512": lambda card: attention(card, 512, 16, 1, None, "int8"),
+    "attention fp8 96": lambda card: attention(card, 96, 8, 4, None, "fp8"),
+    "attention fp8 128": lambda card: attention(card, 128, 32, 8, None, "fp8"),
+    "attention fp8 256": lambda card: attention(card, 256, 16, 8, 1024, "fp8"),
+    "attention fp8 512": lambda card: attention(card, 512, 16, 1, None, "fp8"),
     "embed": lambda card: spec("embed", 128, FORM="Q6_K", D=3840, V=262144, SCALE=61.9),
     "logits": lambda card: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128, HISTORY=4097),
     "gemma4 E4B gate": lambda card: gate(card, ("Q4_K", 256), k=2560),
@@ -243,6 +255,18 @@ def test_attention_fits_beside_a_product(name: str) -> None:
     assert attention.threads == 256
     for other in ("gemma4 12B qkv", "gemma4 12B down"):
         assert quarter(attention) + quarter(REPRESENTATIVE[other](H200)) <= REGISTERS // 4
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize(("e", "n_heads", "j"), [(64, 9, 3), (80, 8, 8), (128, 32, 8), (256, 16, 8), (512, 16, 1)])
+def test_tiles_of_codes_hold_more_positions_in_as_many_bytes(e: int, n_heads: int, j: int, storage: str) -> None:
+    """So as many bytes are under way; and a short band is cut as that of bf16 is, where tiles allow."""
+    plain, codes = (dict(attention(H200, e, n_heads, j, None, kv).defines) for kv in ("bf16", storage))
+    positions = [int(d["TILE"]) * int(d["STAGES"]) for d in (plain, codes)]
+    assert positions[0] * 1.5 <= positions[1] <= positions[0] * 2
+    least = [int(d["TILE"]) * int(d["MIN_TILES"]) for d in (plain, codes)]
+    assert least[0] <= least[1] <= least[0] * 1.5
+    assert PLAN.page_size % int(codes["TILE"]) == 0
 
 
 @pytest.mark.parametrize(("k", "planes"), [(1004, 1), (1000, 3)])

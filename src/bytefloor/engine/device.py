@@ -21,6 +21,7 @@ from bytefloor.engine.device_batch import BatchGraph, DecodingRow, sizes_for
 from bytefloor.engine.device_highest import DeviceHighest, highest_specs
 from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
+from bytefloor.engine.launches import STORAGES
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
@@ -30,6 +31,7 @@ from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
+from bytefloor.ops.pages import page_shape
 
 MOST_ROWS_ONE_BY_ONE = 24
 """Rows of a batch that go through the decode graph one after another; more are cheaper through the plain list."""
@@ -38,7 +40,7 @@ MOST_ROWS_ONE_BY_ONE = 24
 class DeviceExecutor:
     """Runs a step on a CUDA device.
 
-    step: the plain list, with 16-bit activation codes and a bf16 cache.
+    step: the plain list, with 16-bit activation codes and a cache of bf16, int8 or fp8.
     banned_ids: tokens that ``decode_greedy`` never takes. advice: ends the error of a model that does not fit.
 
     What needs no memory comes first: plan, refuse, compile. Then memory is taken and weights are packed.
@@ -101,7 +103,7 @@ class DeviceExecutor:
 
     @property
     def pools(self) -> dict[str, Tensor]:
-        """The pages of each cache kind, bf16 [layers, pages, 2, J, PAGE, E]."""
+        """The pages of each cache kind, [layers, pages, ...], see ops/pages.py."""
         return self._memory.pools
 
     @property
@@ -135,7 +137,9 @@ class DeviceExecutor:
         sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
         running = prompt_bytes(self.step, self.plan, self.device) + sampling
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
-        plan = MemoryPlan(self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity)
+        plan = MemoryPlan(
+            self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity, _kv(self.step)
+        )
         return launches, plan
 
     def _choose_batch_sizes(self, fused: Sequence[Fused], progress: Progress) -> tuple[int, ...]:
@@ -187,8 +191,9 @@ class DeviceExecutor:
         return torch.zeros(*shape, dtype=torch.int32, device=self.device)
 
     def _pool(self, kind: CacheKind) -> Tensor:
-        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), 2, kind.n_kv_heads)
-        return torch.empty(*shape, self.plan.page_size, kind.head_size, dtype=torch.bfloat16, device=self.device)
+        page, dtype = page_shape(kind.storage, kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
+        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # --- running
 
@@ -358,13 +363,14 @@ class DeviceExecutor:
         self._memory.state[2] -= 1
 
     def poison(self) -> None:
-        """NaN in the cache and every float that a step writes: a test's way to see what is read before it is written.
+        """NaN in the cache, of codes in their scales, and in every float that a step writes: a test's way to see what
+        is read before it is written.
 
         With the parity of the last step, so that none passes for written in the next, see ops/handover.cuh.
         """
         nan = 0x7FC00000 | (int(self._memory.state[2]) - 1) % 2
         for pool in self.pools.values():
-            pool.fill_(float("nan"))
+            pool.view(torch.uint8).fill_(0xFF)
         for buffer in (*self._written, self._memory.logits):
             buffer.view(torch.int32).fill_(nan)
         for batch in self._batches.values():
@@ -394,14 +400,20 @@ def split_by_sequence(batch: Batch) -> list[tuple[list[int], Batch]]:
     ]
 
 
+def _kv(step: Step) -> str:
+    """What the cache keeps: the same in all layers, which ``check_list`` sees to."""
+    return step.kinds[0].storage
+
+
 def check_list(step: Step) -> None:
     """UnsupportedError for a list whose roundings are not those of the kernels."""
     activations = {call.attributes["to"] for call in step.calls if call.op.name == "round_to"}
     storages = {kind.storage for kind in step.kinds}
-    if activations != {"int16_g32"} or storages != {"bf16"}:
+    if activations != {"int16_g32"} or len(storages) != 1 or not storages <= set(STORAGES):
         found = f"activations {sorted(activations) or 'as they are'}, cache {sorted(storages)}"
         raise UnsupportedError(
-            f"the kernels round activations to int16_g32 and keep a bf16 cache; the list says {found}"
+            f"the kernels round activations to int16_g32 and keep a cache of one of {', '.join(STORAGES)}; "
+            f"the list says {found}"
         )
 
 

@@ -24,6 +24,7 @@ INCLUDED = (
     "tensor_core.cuh",
     "product_items.cuh",
     "prologue.cuh",
+    "attention_storage.cuh",
     "attention_heads.cuh",
     "attention_round.cuh",
     "attention_merge.cuh",

@@ -21,10 +21,13 @@ RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
 MOST_SLOTS = 24
 MOST_STAGES = 3
+"""Of keys and values in bf16; up to twice as many of smaller ones, so that as many bytes are under way."""
 MOST_COLUMNS = 4096
 """Of a part, where a product may be split: more of them take long to prepare in every block."""
 ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
+STORAGES = {"bf16": 0, "int8": 1, "fp8": 2}
+"""What a cache may keep, by the numbers that ops/attention_storage.cuh has for them."""
 LEAST_TILES = 2
 """Of a run at least, where tiles are taken one after another: below, merging costs more."""
 
@@ -256,18 +259,25 @@ def plan_attention(
     heads = next(h for h in range(MOST_HEADS, 0, -1) if group % h == 0)
     if e % 16 or e > 512:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
-    tile = 16 if e > 256 else 32 if e > 128 else 64
+    storage = STORAGES[kind.storage]
+    bf16_tile = 16 if e > 256 else 32 if e > 128 else 64
+    tile = min(64, 2 * bf16_tile) if storage else bf16_tile
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     parts = ATTENTION_WARPS // (tile // 16)
-    stage_bytes = 2 * tile * (e + 8) * 2
+    if kind.rotated % 32:
+        raise UnsupportedError(f"{fused.part}: no attention kernel for keys of which {kind.rotated} lanes turn")
+    row_bytes = 2 * (e + 8) if storage == 0 else e + (0 if e % 32 else 16) + 2
+    stage_bytes = tile * (2 * (e + kind.rotated + 8) if kind.rotated else 2 * row_bytes)
 
     def beside_tiles(together: int) -> int:
         n, queries = together * tile, heads * e * 4 if together > 1 else 0
-        shares, factors = max(2 * heads * (n + 8) * 2, queries), 32
+        shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if storage else 32
         return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
 
-    stages = min(MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes)
+    stages = min(
+        2 * MOST_STAGES if storage or kind.rotated else MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes
+    )
     room = card.block_bytes - stages * stage_bytes
     together = max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
     shared = stages * stage_bytes + beside_tiles(together)
@@ -281,6 +291,8 @@ def plan_attention(
         "attention",
         ATTENTION_WARPS * 32,
         shared,
+        STORAGE=storage,
+        ROTATED=kind.rotated,
         E=e,
         H=n_heads,
         J=j,
@@ -291,7 +303,7 @@ def plan_attention(
         STAGES=stages,
         TOGETHER=together,
         MAX_RUNS=max_runs,
-        MIN_TILES=together if together > 1 else LEAST_TILES,
+        MIN_TILES=ceil_div((min(together, MOST_STAGES) if together > 1 else LEAST_TILES) * bf16_tile, tile),
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,

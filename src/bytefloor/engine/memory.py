@@ -19,6 +19,7 @@ class MemoryPlan:
     """Bytes that a model will take on a device.
 
     weights, cache: kept, the cache for n_positions. scratch: the most that is taken beside them at any time.
+    kv: what the cache keeps, in words.
     """
 
     device: torch.device
@@ -26,6 +27,7 @@ class MemoryPlan:
     cache: int
     scratch: int
     n_positions: int
+    kv: str
 
     @property
     def needed(self) -> int:
@@ -34,7 +36,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"weights {gigabytes(self.weights)}, cache {gigabytes(self.cache)} ({self.n_positions} positions), "
+            f"weights {gigabytes(self.weights)}, "
+            f"cache {gigabytes(self.cache)} ({self.n_positions} positions, {self.kv}), "
             f"scratch {gigabytes(self.scratch)}"
         )
 

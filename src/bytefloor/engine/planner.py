@@ -251,7 +251,7 @@ class LaunchPlanner:
         arguments = (
             self.result,
             self._norm_weight(fused.q_norm),
-            self._norm_weight(fused.k_norm),
+            self._key_weight(fused),
             self._rope(fused),
             self.memory.pools[kind.name][fused.cache.index],
             table,
@@ -266,6 +266,11 @@ class LaunchPlanner:
         self.attention_calls += 1
         self.result, self.planes, self.result_size = out, 1, size
         return Launch(fused.part, plan.kernel, (plan.n_head_groups, plan.max_runs), arguments)
+
+    def _key_weight(self, fused: FusedAttention) -> Tensor | None:
+        """Of the K norm: where the cache keeps less of K, queries of layers that own no keys need it too."""
+        weight = fused.attention.operands.get("k_norm")
+        return self._vector(weight) if isinstance(weight, Weight) else self._norm_weight(fused.k_norm)
 
     def _rope(self, fused: FusedAttention) -> Tensor | None:
         if fused.rope is None:

@@ -21,7 +21,7 @@ from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.kernels import cache_folder
-from bytefloor.engine.loading import choose_device, make_executor
+from bytefloor.engine.loading import check_kv, choose_device, make_executor
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Silent
 from bytefloor.engine.reference import ReferenceExecutor
@@ -33,6 +33,7 @@ from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
+from bytefloor.ops.pages import codes_and_scales, holds_codes
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, say, spread
 from bytefloor.tools.models import find_model
 
@@ -49,7 +50,7 @@ CHECKED = 8
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure: prompts, tokens, depths, how often."""
+    """What to measure: prompts, tokens, depths, how often. kv: what the cache keeps, see ``EngineOptions``."""
 
     n_prompt: tuple[int, ...]
     n_gen: int
@@ -57,6 +58,7 @@ class BenchOptions:
     repeats: int
     device: str = "auto"
     capacity: int | None = None
+    kv: str | None = None
     batches: tuple[int, ...] = (1,)
 
 
@@ -65,7 +67,7 @@ class Row(Measured):
     """One measurement. Rates are medians; spread is (largest - smallest) / median. None: not measured.
 
     batch: sequences that decode together, of all of which tok_s is. sampling: greedy, or sampled with the default
-    parameters of ``run``; None for prompts, which give no token.
+    parameters of ``run``; None for prompts, which give no token. kv: what the cache keeps.
     file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
     makes of them. host_us: the host's time to start one token. load_s: from opening the file to ready, kernels in the
     cache; first_start_s: the same where kernels had to be compiled first. executor: kernels, or reference. notes: what
@@ -73,7 +75,7 @@ class Row(Measured):
     """
 
     COLUMNS: ClassVar = (
-        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "batch", "tok_s", "tok_s_spread", "share",
+        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "batch", "kv", "tok_s", "tok_s_spread", "share",
         "load_s", "first_start_s", "checksum",
     )  # fmt: skip
     verb: str
@@ -84,6 +86,7 @@ class Row(Measured):
     n_gen: int
     depth: int
     batch: int
+    kv: str
     tok_s: float
     tok_s_spread: float | None
     share: float | None
@@ -110,12 +113,13 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     NumericalError when kernels disagree with torch operations over the same weights, or a replayed graph with its
     kernels launched one by one.
     """
+    check_kv(options.kv)
     device = choose_device(options.device)
     depths, prompts, capacity = _choose_lengths(open_model(name, device), options)
     limit = measure_limit(device)
     words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
     plan = CachePlan(capacity, PROMPT_CHUNK, max(options.batches, default=1))
-    opened = _open(name, plan, device, Advice(words, words))
+    opened = _open(name, plan, device, Advice(words, words), options.kv)
     say(opened.notices)
     runner = _Runner(opened, options, limit)
     runner.check_kernels()
@@ -172,23 +176,23 @@ class _Opened:
     first_start_s: float | None = None
 
 
-def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advice) -> _Opened:
+def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
     """Open and time it; once more where the first time had kernels to compile, to time it without."""
     n_compiled = _count_compiled()
-    opened = _open_once(name, plan, device, advice)
+    opened = _open_once(name, plan, device, advice, kv)
     if _count_compiled() == n_compiled:
         return opened
     first_start_s = opened.load_s
     del opened
     free_memory(device)
-    again = _open_once(name, plan, device, advice)
+    again = _open_once(name, plan, device, advice, kv)
     return _Opened(again.model, again.executor, again.notices, again.load_s, first_start_s)
 
 
-def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice) -> _Opened:
+def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
     start = _now(device)
     model = open_model(name, device)
-    executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice)
+    executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice, kv=kv)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
     return _Opened(model, executor, notices, round(_now(device) - start, 3))
 
@@ -229,8 +233,14 @@ class _Runner:
 
     def _fill_cache(self) -> None:
         generator = torch.Generator(self.executor.device).manual_seed(1)
-        for pool in self.executor.pools.values():
-            pool.normal_(generator=generator)
+        for kind in self.executor.step.kinds:
+            pool = self.executor.pools[kind.name]
+            if holds_codes(pool):
+                codes, scales = codes_and_scales(pool, kind.head_size)
+                codes.random_(0, 127, generator=generator)  # none of which is NaN
+                scales.fill_(2**-6)
+            else:
+                pool.normal_(generator=generator)
 
     def _cache_at(self, depth: int) -> SequenceCache:
         kinds: tuple[CacheKind, ...] = self.executor.step.kinds
@@ -463,6 +473,7 @@ class _Runner:
             n_gen=n_gen,
             depth=depth,
             batch=batch,
+            kv=self.executor.step.kinds[0].storage,
             tok_s=round(rate, 2),
             tok_s_spread=spread(rates),
             share=round(share, 4) if verb == "decode" else None,
