@@ -237,21 +237,27 @@ def plan_product(
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """n_head_groups by max_runs blocks; n_parts, n_sums: tagged values that runs are merged from."""
+    """grid: groups of heads, blocks of each, tokens. n_parts, n_sums: a token's tagged values, which are merged."""
 
     kernel: KernelSpec
-    max_runs: int
-    n_head_groups: int
+    grid: tuple[int, int, int]
     n_parts: int
     n_sums: int
 
 
 def plan_attention(
-    fused: FusedAttention, n_heads: int, planes_in: int, eps: float, plan: CachePlan, card: Card
+    fused: FusedAttention,
+    n_heads: int,
+    planes_in: int,
+    eps: float,
+    plan: CachePlan,
+    card: Card,
+    rows: Rows = ONE_ROW,
 ) -> AttentionLaunch:
-    """Heads a block, tile and stages so that the tiles fit in shared memory.
+    """Heads a block, tile and stages so that the tiles fit. rows.x: floats from one token's q, k, v to the next.
 
-    Runs wait for each other when they are merged, so no more are planned than are on the device at once.
+    Runs wait for each other when they are merged, so no more are planned than are on the device at once. Several tokens
+    are cut into the same runs as one, which fewer blocks then take by turns.
     """
     kind = fused.cache.kind
     e, j = kind.head_size, kind.n_kv_heads
@@ -302,6 +308,8 @@ def plan_attention(
         TILE=tile,
         STAGES=stages,
         TOGETHER=together,
+        TOKENS=rows.n_tokens,
+        QKV_STRIDE=rows.x,
         MAX_RUNS=max_runs,
         MIN_TILES=ceil_div((min(together, MOST_STAGES) if together > 1 else LEAST_TILES) * bf16_tile, tile),
         PLANES_IN=planes_in,
@@ -315,4 +323,6 @@ def plan_attention(
         EPS=float(eps),
     )
     n_runs = n_groups * max_runs
-    return AttentionLaunch(kernel, max_runs, n_groups, n_runs * heads * e, n_runs * heads * 2)
+    n_blocks = max(1, min(max_runs, on_device // (n_groups * rows.n_tokens)))
+    grid = (n_groups, n_blocks, rows.n_tokens)
+    return AttentionLaunch(kernel, grid, n_runs * heads * e, n_runs * heads * 2)

@@ -103,7 +103,8 @@ class LaunchPlanner:
 
     def _plan_attention(self, fused: FusedAttention, planes_in: int, eps: float) -> AttentionLaunch:
         n_heads, plan = self._n_heads(fused), self.memory.plan
-        return plan_attention(fused, n_heads, planes_in, eps, plan, self.card)
+        rows = Rows(self.n_tokens, self.result_size if self.n_tokens > 1 else 0)
+        return plan_attention(fused, n_heads, planes_in, eps, plan, self.card, rows)
 
     @staticmethod
     def _n_heads(fused: FusedAttention) -> int:
@@ -265,7 +266,7 @@ class LaunchPlanner:
         )
         self.attention_calls += 1
         self.result, self.planes, self.result_size = out, 1, size
-        return Launch(fused.part, plan.kernel, (plan.n_head_groups, plan.max_runs), arguments)
+        return Launch(fused.part, plan.kernel, plan.grid, arguments)
 
     def _key_weight(self, fused: FusedAttention) -> Tensor | None:
         """Of the K norm: where the cache keeps less of K, queries of layers that own no keys need it too."""
