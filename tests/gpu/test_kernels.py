@@ -214,7 +214,7 @@ def test_per_layer_inputs_equal_float64(n_layers: int, width: int, kind: str) ->
 
 def run_logits(values: Tensor, banned: list[int], cap: float) -> tuple[Tensor, int]:
     v = values.shape[-1]
-    kernel = spec("logits", 256, V=v, ROWS=v, PLANES=values.shape[0], CAP=float(cap), BLOCKS=8)
+    kernel = spec("logits", 256, V=v, ROWS=v, PLANES=values.shape[0], CAP=float(cap), BLOCKS=8, HISTORY=9)
     out = torch.full((v,), float("nan"), device="cuda")
     mask = torch.zeros(v, dtype=torch.uint8, device="cuda")
     mask[banned] = 1

@@ -108,21 +108,19 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
 class Ring:
     """How a product's block uses its warps and its shared memory.
 
-    group: records of a slot. resident: blocks that share a multiprocessor. sharing: warps of a record, each with its
-    share of the tokens.
+    group: records of a slot. resident: blocks that share a multiprocessor.
     """
 
     warps: int
     group: int
     resident: int
-    sharing: int = 1
 
 
 RINGS = {
     1: (Ring(16, 4, 2),),
     4: (Ring(16, 4, 2), Ring(8, 2, 2)),
-    8: (Ring(28, 4, 1), Ring(16, 2, 1)),
-    16: (Ring(24, 4, 1, 2), Ring(24, 2, 1, 2), Ring(16, 2, 1, 2)),
+    8: (Ring(20, 4, 1), Ring(16, 2, 1)),
+    16: (Ring(16, 4, 1), Ring(12, 2, 1), Ring(8, 2, 1)),
 }
 """By the number of tokens, in order of preference: the first that has room."""
 MOST_TOKENS = max(RINGS)
@@ -170,9 +168,7 @@ def plan_product(
 
     def most_slots(ring: Ring) -> int | None:
         room = card.block_bytes if ring.resident > 1 else card.multiprocessor_bytes - RESERVED_BYTES
-        fitting = [
-            n for n in range(ring.warps // (ring.group * ring.sharing), MOST_SLOTS + 1) if shared_bytes(ring, n) <= room
-        ]
+        fitting = [n for n in range(ring.warps // ring.group, MOST_SLOTS + 1) if shared_bytes(ring, n) <= room]
         return fitting[-1] if fitting else None
 
     found = [(ring, n_slots) for ring in RINGS[n_tokens] if (n_slots := most_slots(ring)) is not None]
@@ -217,7 +213,6 @@ def plan_product(
     several = {
         "TOKENS": n_tokens,
         "GROUP": ring.group,
-        "SHARING": ring.sharing,
         "RESIDENT": ring.resident,
         "FACTOR_STRIDE": rows.factor,
         "Y_STRIDE": parts * rows.y,

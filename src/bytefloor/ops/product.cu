@@ -20,7 +20,8 @@
 // largest; WARPS, K and K_IN (of one part), PARTS, N, NORM, POST_NORM, DELTA_PLANES, SCALAR, GLU (0, 1 silu, 2 gelu), FACTOR,
 // SLOTS, BUFFERS (of items), BLOCKS, STATIC_ITEMS (of a block), INTERLEAVE, EPS.
 
-constexpr int GROUP = 4, SHARING = 1, TOKENS = 1, FACTOR_STRIDE = 0, Y_STRIDE = 0;
+#define TOKENS 1
+constexpr int GROUP = 4, FACTOR_STRIDE = 0, Y_STRIDE = 0;
 #include "product_items.cuh"
 #include "prologue.cuh"
 

@@ -1,8 +1,7 @@
 // How a product's blocks share out its work: items, a ring of weights, shares of sums. See product.cu.
-// A slot's GROUP records go to a team of warps, SHARING of them a record.
 #pragma once
 
-constexpr int TEAM = GROUP * SHARING, N_GROUPS = WARPS / TEAM, CONSUMERS = WARPS * 32, ROWS = 16;
+constexpr int N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;
 constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES;
 constexpr int BLOCKS_A_PART = BLOCKS / PARTS, FIRST_DRAWN = STATIC_ITEMS * BLOCKS_A_PART;
 constexpr u32 DRAWS = TILES - FIRST_DRAWN + BLOCKS_A_PART;  // a launch: every item that is left, and one blank a block
@@ -10,7 +9,7 @@ constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K * TOKENS, AT_SHARES = AT
               AT_BARRIERS = AT_SHARES + BUFFERS * RECORDS * TOKENS * ROWS * 4, AT_SLOTS = AT_BARRIERS + 2 * (SLOTS + BUFFERS) * 8,
               AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_END = AT_ITEMS + BUFFERS * 4;
 static_assert(K_IN % 8 == 0 && K_IN <= K && K - K_IN < COLUMNS && (K_IN == K || PARTS == 1), "columns of zeros at the end only");
-static_assert(WARPS % TEAM == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
+static_assert(WARPS % GROUP == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
 static_assert(TILES % INTERLEAVE == 0, "items in rows of equal length");
 static_assert(BLOCKS % PARTS == 0 && FIRST_DRAWN <= TILES && !((NORM || DELTA_PLANES) && PARTS > 1), "items of all parts are shared out");
 
@@ -87,16 +86,16 @@ struct Filler {  // the producer: one thread, or a warp where there are no bulk 
             leave_slot(shared.full(slot.at), lane);
         }
         next_item(-1);
-        for (int i = 0; i < RECORDS * SHARING && lane == 0; i++) barrier_arrive(shared.done(buffer.at));
+        for (int i = 0; i < RECORDS && lane == 0; i++) barrier_arrive(shared.done(buffer.at));
     }
 };
 
 __device__ __forceinline__ void set_barriers(Shared shared, int tid) {
     if (tid < SLOTS) {
-        barrier_init(shared.full(tid), FILL_ARRIVALS), barrier_init(shared.empty(tid), TEAM);
+        barrier_init(shared.full(tid), FILL_ARRIVALS), barrier_init(shared.empty(tid), GROUP);
         *shared.contents(tid) = make_int2(-1, 0);
     }
-    if (tid < BUFFERS) barrier_init(shared.done(tid), RECORDS * SHARING), barrier_init(shared.read(tid), 1);
+    if (tid < BUFFERS) barrier_init(shared.done(tid), RECORDS), barrier_init(shared.read(tid), 1);
 }
 
 // The producer warp's work.
@@ -132,14 +131,19 @@ __device__ __forceinline__ float activate(float gate) {
 #endif
 }
 
-// Adds an item's shares of one token, record by record, odd and even ones apart, and hands its rows over.
-__device__ __forceinline__ void finish_item(float* y, const float* shares, const float* factor, int tile, int part, u32 parity,
-                                            int lane) {
+// An item's shares of one token added up, record by record, odd and even ones apart: the row lane % 16 in every lane.
+__device__ __forceinline__ float sum_shares(const float* shares, int lane) {
     float total = 0;
 #pragma unroll
     for (int r = 0; r < RECORDS; r += 2)
         if (r + (lane >> 4) < RECORDS) total += shares[(r + (lane >> 4)) * (TOKENS * ROWS) + (lane & 15)];
-    total += __shfl_xor_sync(~0u, total, 16);
+    return total + __shfl_xor_sync(~0u, total, 16);
+}
+
+// Hands the rows of one token over.
+__device__ __forceinline__ void finish_item(float* y, const float* shares, const float* factor, int tile, int part, u32 parity,
+                                            int lane) {
+    float total = sum_shares(shares, lane);
 #if FACTOR
     if (lane < ROWS) {
         await(factor + tile * ROWS + lane, parity);
@@ -153,6 +157,20 @@ __device__ __forceinline__ void finish_item(float* y, const float* shares, const
 #endif
 }
 
+#if GLU && !FACTOR
+// The eight outputs of each of four tokens, one a lane: a lane activates once.
+__device__ __forceinline__ void finish_four(float* y, const float* shares, int tile, u32 parity, int lane) {
+    float gate = 0, up = 0;
+#pragma unroll
+    for (int token = 0; token < 4; token++) {
+        float total = sum_shares(shares + token * ROWS, lane);
+        float of_gate = __shfl_sync(~0u, total, lane % 8 * 2), of_up = __shfl_sync(~0u, total, lane % 8 * 2 + 1);
+        if (lane / 8 == token) gate = of_gate, up = of_up;
+    }
+    hand_over(y + lane / 8 * Y_STRIDE + tile * (ROWS / 2) + lane % 8, activate(gate) * up, parity);
+}
+#endif
+
 // The last warp's work: items as they are done.
 __device__ __forceinline__ void finish_items(Shared shared, float* y, const float* factor, int part, u32 parity, int lane) {
     for (Turn<BUFFERS> buffer{0};; buffer.step()) {
@@ -160,9 +178,14 @@ __device__ __forceinline__ void finish_items(Shared shared, float* y, const floa
         int tile = *shared.tile(buffer.at);
         if (tile < 0) break;
         const float* shares = shared.shares(buffer.at);
+#if TOKENS > 1 && GLU && !FACTOR
+#pragma unroll 1
+        for (int token = 0; token < TOKENS; token += 4) finish_four(y + token * Y_STRIDE, shares + token * ROWS, tile, parity, lane);
+#else
 #pragma unroll 4
         for (int token = 0; token < TOKENS; token++)
             finish_item(y + token * Y_STRIDE, shares + token * ROWS, factor + token * FACTOR_STRIDE, tile, part, parity, lane);
+#endif
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.read(buffer.at));
     }
@@ -171,7 +194,7 @@ __device__ __forceinline__ void finish_items(Shared shared, float* y, const floa
 
 // A consumer warp's work: multiply(segment, weights, record, shares) for each of its records, where they are.
 template <typename MULTIPLY> __device__ __forceinline__ void take_records(Shared shared, int warp, int lane, MULTIPLY multiply) {
-    int use = warp / TEAM;
+    int use = warp / GROUP;
     for (Turn<SLOTS> slot{use};; slot.step(N_GROUPS), use += N_GROUPS) {
         // A barrier knows one phase from the next only: first see that this use of the slot has begun.
         volatile int2* found = shared.contents(slot.at);
@@ -179,7 +202,7 @@ template <typename MULTIPLY> __device__ __forceinline__ void take_records(Shared
         barrier_wait(shared.full(slot.at), slot.phase);
         Contents contents(found->y);
         if (contents.segment() == NO_SEGMENT) break;
-        int record = contents.first_record() + warp % TEAM / SHARING;
+        int record = contents.first_record() + warp % GROUP;
         if (record < RECORDS) multiply(contents.segment(), shared.records(slot.at), record, shared.shares(contents.buffer()));
         __syncwarp();
         if (lane == 0) {

@@ -7,12 +7,11 @@
 // shared memory, into which the last warp copies them.
 // Approximate as product.cu. Moves the packed weight once, whatever TOKENS. Needs mma and cp.async (sm_80).
 //
-// Defined by the host: what product.cu needs, TOKENS (a multiple of 4), GROUP (records of a slot), SHARING (warps a
-// record, each with its share of the tokens), RESIDENT (blocks that share a multiprocessor), FACTOR_STRIDE, Y_STRIDE.
+// Defined by the host: what product.cu needs, TOKENS (a multiple of 4), GROUP (records of a slot), RESIDENT (blocks that share a multiprocessor), FACTOR_STRIDE, Y_STRIDE.
 #include "product_items.cuh"
 
-constexpr int QUADS = TOKENS / 4, MY_QUADS = QUADS / SHARING, CODE_BYTES = 2 * K * TOKENS, SCALE_BYTES = K / 32 * 16 * TOKENS, AT_THERE = (AT_END + 7) / 8 * 8;
-static_assert(TOKENS % (4 * SHARING) == 0, "tokens by fours");
+constexpr int QUADS = TOKENS / 4, CODE_BYTES = 2 * K * TOKENS, SCALE_BYTES = K / 32 * 16 * TOKENS, AT_THERE = (AT_END + 7) / 8 * 8;
+static_assert(TOKENS % 4 == 0, "tokens by fours");
 
 // Once all tokens' codes are there: the copies of this part's, which arrive at `there`.
 __device__ __forceinline__ void fetch_activations(u8* bytes, const u8* codes, const float4* scales, const u32* flags, u32 step, int part,
@@ -46,20 +45,20 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, RESIDENT)
         __syncwarp();
         return finish_items(shared, y, factor, part, parity_of(state), lane);
     }
-    int g = lane >> 2, t = lane & 3, first_quad = warp % SHARING * MY_QUADS;
+    int g = lane >> 2, t = lane & 3;
     barrier_wait(there, 0);
     take_records(shared, warp, lane, [&](int chosen, const u8* weights, int record, float* shares) {
-        float2 totals[MY_QUADS];
+        float2 totals[QUADS];
         int segment = 0;
 #define S(tiles, ...)                                                                                                       \
     if (chosen == segment++)                                                                                                 \
-        dot_tokens<__VA_ARGS__, QUADS>(weights + warp % TEAM / SHARING * __VA_ARGS__::BYTES, lane, bytes + AT_X,               \
-                                       (const float4*)(bytes + AT_XS), record * COLUMNS, first_quad, totals);
+        dot_tokens<__VA_ARGS__, QUADS>(weights + warp % GROUP * __VA_ARGS__::BYTES, lane, bytes + AT_X,               \
+                                       (const float4*)(bytes + AT_XS), record * COLUMNS, totals);
         SEGMENTS
 #undef S
 #pragma unroll
-        for (int q = 0; q < MY_QUADS; q++) {
-            float* at = shares + (record * TOKENS + (first_quad + q) * 4 + t) * ROWS + g;
+        for (int q = 0; q < QUADS; q++) {
+            float* at = shares + (record * TOKENS + q * 4 + t) * ROWS + g;
             at[0] = totals[q].x, at[8] = totals[q].y;
         }
     });

@@ -48,21 +48,21 @@ __device__ __forceinline__ float2 share_of(const u8* record, int lane, const u8*
 
 __device__ __forceinline__ float2 sum_of(float2 a, float2 b) { return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y)); }
 
-// Rows g and g + 8 times columns k .. k + COLUMNS - 1 of token t of each of N quads from the first on: whole sums.
-template <typename FORM, int QUADS, int N>
-__device__ __forceinline__ void dot_tokens(const u8* record, int lane, const u8* codes, const float4* scales, int k, int first,
-                                           float2 (&totals)[N]) {
+// Rows g and g + 8 times columns k .. k + COLUMNS - 1 of each quad's token t: whole sums.
+template <typename FORM, int QUADS>
+__device__ __forceinline__ void dot_tokens(const u8* record, int lane, const u8* codes, const float4* scales, int k,
+                                           float2 (&totals)[QUADS]) {
     // What is made of the weights serves all quads. Sums are named as such: nothing before them may become a fused operation,
     // which it is not where lanes are added by shuffles.
-    float2 upper[N];
+    float2 upper[QUADS];
 #pragma unroll
-    for (int q = 0; q < N; q++) totals[q] = share_of<FORM, QUADS, 0>(record, lane, codes, scales, k, first + q);
+    for (int q = 0; q < QUADS; q++) totals[q] = share_of<FORM, QUADS, 0>(record, lane, codes, scales, k, q);
 #pragma unroll
-    for (int q = 0; q < N; q++)
-        totals[q] = sum_of(totals[q], share_of<FORM, QUADS, 1>(record, lane, codes, scales, k, first + q));
+    for (int q = 0; q < QUADS; q++)
+        totals[q] = sum_of(totals[q], share_of<FORM, QUADS, 1>(record, lane, codes, scales, k, q));
 #pragma unroll
-    for (int q = 0; q < N; q++) upper[q] = share_of<FORM, QUADS, 2>(record, lane, codes, scales, k, first + q);
+    for (int q = 0; q < QUADS; q++) upper[q] = share_of<FORM, QUADS, 2>(record, lane, codes, scales, k, q);
 #pragma unroll
-    for (int q = 0; q < N; q++)
-        totals[q] = sum_of(totals[q], sum_of(upper[q], share_of<FORM, QUADS, 3>(record, lane, codes, scales, k, first + q)));
+    for (int q = 0; q < QUADS; q++)
+        totals[q] = sum_of(totals[q], sum_of(upper[q], share_of<FORM, QUADS, 3>(record, lane, codes, scales, k, q)));
 }
