@@ -240,6 +240,7 @@ def bench(
     prompts: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths, by commas; empty for none.")] = "512",
     tokens: Annotated[int, typer.Option("-n", "--tokens", help="Tokens of a measurement.")] = 128,
     depths: Annotated[str, typer.Option("-d", "--depth", help="Positions in the cache before it, by commas.")] = "0",
+    batches: Annotated[str, typer.Option("-b", "--batch", help="Sequences that decode together, by commas.")] = "1",
     repeats: RepeatsOption = 5,
     context: ContextOption = None,
     kv: KvOption = None,
@@ -259,7 +260,8 @@ def bench(
     if tokens < 1:
         raise RequestError(f"-n {tokens}: expected at least 1")
     options = BenchOptions(
-        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context, kv
+        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context, kv,
+        _sizes("-b", batches, 1),
     )  # fmt: skip
     names: list[str | None] = [*(model or ())] or [None]
     _write_rows((row for name in names for row in measure(name, options)), output, save)

@@ -178,7 +178,7 @@ class Attending:
         position = self.position if position is None else position
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device="cuda")
         launch(
-            self.launched.kernel, (self.launched.n_head_groups, self.launched.max_runs), handed(self.qkv, n_steps),
+            self.launched.kernel, self.launched.grid, handed(self.qkv, n_steps),
             self.q_weight, self.k_weight, frequencies, self.cache, self.table.cuda(), len(self.table),
             step_state(0, position, n_steps), self.parts, self.sums, 3, 7, self.out,
         )  # fmt: skip
@@ -281,7 +281,7 @@ def test_rope_is_right_far_out() -> None:
     qkv[:, : 2 * e].view(1, 2, 2, -1)[:, :, 0] = 1.0
     parts = torch.zeros(launched.n_parts + launched.n_sums, dtype=torch.int64, device="cuda")
     launch(
-        launched.kernel, (1, launched.max_runs), handed(qkv), None, None,
+        launched.kernel, (1, launched.grid[1]), handed(qkv), None, None,
         torch.tensor(frequencies, dtype=torch.float64, device="cuda"), cache, table, n_table, step_state(0, position),
         parts, parts[launched.n_parts :], 0, 1, torch.zeros(e, device="cuda"),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
@@ -13,7 +14,7 @@ from bytefloor.model.step import CacheKind
 
 PRODUCT_WARPS = 16
 SLOT_RECORDS = 4
-"""Records of a slot of a product's ring: one for each warp of a group."""
+"""Records of a slot of the ring of a product of one token: one for each warp of a group."""
 MOST_HEADS = 8
 """Query heads of an attention block: the columns of a tensor core operation, and a warp each."""
 ATTENTION_WARPS = 8
@@ -64,12 +65,35 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Values that several tokens have one row each of: floats from one row to the next of what a product reads.
+
+    n_tokens: one, or a multiple of four. x, delta, factor: of its input, of the planes that the residual takes up, of
+    what a gate is multiplied with. y: of a plane of the output.
+    """
+
+    n_tokens: int = 1
+    x: int = 0
+    delta: int = 0
+    factor: int = 0
+    y: int = 0
+
+
+ONE_ROW = Rows()
+
+
+@dataclass(frozen=True)
 class ProductLaunch:
-    """planes: parts of the result that the consumer adds."""
+    """planes: parts of the result that the consumer adds. activations: runs before it where there are several tokens,
+    a block for each of them and each part; code_bytes, n_scales, n_flags: what it leaves, scales as floats."""
 
     kernel: KernelSpec
     n_blocks: int
     planes: int
+    activations: KernelSpec | None = None
+    code_bytes: int = 0
+    n_scales: int = 0
+    n_flags: int = 0
 
 
 def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) -> int:
@@ -81,11 +105,44 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
     return (enough or fitting)[0]
 
 
+@dataclass(frozen=True)
+class Ring:
+    """How a product's block uses its warps and its shared memory.
+
+    group: records of a slot. resident: blocks that share a multiprocessor. sharing: warps of a record, each with its
+    share of the tokens.
+    """
+
+    warps: int
+    group: int
+    resident: int
+    sharing: int = 1
+
+
+RINGS = {
+    1: (Ring(16, 4, 2),),
+    4: (Ring(16, 4, 2), Ring(8, 2, 2)),
+    8: (Ring(28, 4, 1), Ring(16, 2, 1)),
+    16: (Ring(24, 4, 1, 2), Ring(24, 2, 1, 2), Ring(16, 2, 1, 2)),
+}
+"""By the number of tokens, in order of preference: the first that has room."""
+MOST_TOKENS = max(RINGS)
+
+
 def plan_product(
-    fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, card: Card
+    fused: FusedProduct,
+    segments: list[Segment],
+    k: int,
+    delta_planes: int,
+    eps: float,
+    card: Card,
+    rows: Rows = ONE_ROW,
 ) -> ProductLaunch:
-    """Grid, ring and constants of a product. segments: of one record width."""
-    columns = segments[0].form.columns
+    """Grid, ring and constants of a product. segments: of one record width.
+
+    What decides the order of sums, parts above all, does not depend on the number of tokens.
+    """
+    columns, n_tokens = segments[0].form.columns, rows.n_tokens
     assert all(segment.form.columns == columns for segment in segments)
     if k % 8 or (delta_planes > 1 and k % ROWS):
         # Planes of whole row tiles come from the product before.
@@ -99,63 +156,92 @@ def plan_product(
     parts = 1 if is_whole else count_parts(all_records, k, n_tiles, card.n_multiprocessors)
     n_records = all_records // parts
     part_columns = n_records * columns
-    blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     record_bytes = max(segment.form.record_bytes for segment in segments)
-    slots_an_item = ceil_div(n_records, SLOT_RECORDS)
-    groups = PRODUCT_WARPS // SLOT_RECORDS
 
-    def n_buffers(n_slots: int) -> int:
-        return ceil_div(n_slots, slots_an_item) + 2
+    def n_buffers(ring: Ring, n_slots: int) -> int:
+        return ceil_div(n_slots, ceil_div(n_records, ring.group)) + (2 if n_tokens == 1 else 1)
 
-    def shared_bytes(n_slots: int) -> int:
-        activations = 2 * part_columns + part_columns // 32 * 16
-        ring = n_slots * (SLOT_RECORDS * record_bytes + 24)
-        return ring + activations + n_buffers(n_slots) * (n_records * ROWS * 4 + 20) + 2 * PRODUCT_WARPS * 4
+    def shared_bytes(ring: Ring, n_slots: int) -> int:
+        activations = (2 * part_columns + part_columns // 32 * 16) * n_tokens
+        shares = n_records * ROWS * 4 * n_tokens
+        beside = 2 * ring.warps * 4 if n_tokens == 1 else 24
+        return (
+            n_slots * (ring.group * record_bytes + 24) + activations + n_buffers(ring, n_slots) * (shares + 20) + beside
+        )
 
-    fitting = [n for n in range(groups, MOST_SLOTS + 1) if shared_bytes(n) <= card.block_bytes]
-    if not fitting:
-        raise UnsupportedError(f"{fused.part}: a product over {k} columns leaves no room for a ring of weights")
-    n_slots = fitting[-1]
-    shared = shared_bytes(n_slots)
+    def most_slots(ring: Ring) -> int | None:
+        room = card.block_bytes if ring.resident > 1 else card.multiprocessor_bytes - RESERVED_BYTES
+        fitting = [
+            n for n in range(ring.warps // (ring.group * ring.sharing), MOST_SLOTS + 1) if shared_bytes(ring, n) <= room
+        ]
+        return fitting[-1] if fitting else None
+
+    found = [(ring, n_slots) for ring in RINGS[n_tokens] if (n_slots := most_slots(ring)) is not None]
+    if not found:
+        raise UnsupportedError(
+            f"{fused.part}: a product over {k} columns of {n_tokens} tokens leaves no room for a ring of weights"
+        )
+    ring, n_slots = found[0]
+    shared = shared_bytes(ring, n_slots)
     if fused.norm is None and fused.glu is None:
         # After attention, which leaves some multiprocessors empty, two blocks would settle on one and none on another.
         shared = max(shared, card.alone_bytes)
+    blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
-    kernel = spec(
-        "product",
-        PRODUCT_WARPS * 32 + 64,
-        shared,
-        SEGMENTS=" ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
-        COLUMNS=columns,
-        RECORD_BYTES=record_bytes,
-        WARPS=PRODUCT_WARPS,
-        K=part_columns,
-        K_IN=k // parts,
-        PARTS=parts,
-        N=n,
-        NORM=fused.norm is not None,
-        POST_NORM=fused.post_norm is not None,
-        DELTA_PLANES=delta_planes,
-        SCALAR=fused.scalar is not None,
-        GLU=activation,
-        FACTOR=fused.factor is not None,
-        SLOTS=n_slots,
-        BUFFERS=n_buffers(n_slots),
-        BLOCKS=blocks_a_part * parts,
-        STATIC_ITEMS=min(n_slots // slots_an_item, n_tiles // blocks_a_part),
-        INTERLEAVE=4 if fused.is_pair and n_tiles % 4 == 0 else 1,
-        EPS=float(eps),
+    before: dict[str, Any] = {
+        "K": part_columns,
+        "K_IN": k // parts,
+        "PARTS": parts,
+        "NORM": fused.norm is not None,
+        "POST_NORM": fused.post_norm is not None,
+        "DELTA_PLANES": delta_planes,
+        "SCALAR": fused.scalar is not None,
+        "EPS": float(eps),
+    }
+    product = {
+        "SEGMENTS": " ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
+        "COLUMNS": columns,
+        "RECORD_BYTES": record_bytes,
+        "WARPS": ring.warps,
+        "N": n,
+        "GLU": activation,
+        "FACTOR": fused.factor is not None,
+        "SLOTS": n_slots,
+        "BUFFERS": n_buffers(ring, n_slots),
+        "BLOCKS": blocks_a_part * parts,
+        "STATIC_ITEMS": min(n_slots // ceil_div(n_records, ring.group), n_tiles // blocks_a_part),
+        "INTERLEAVE": 4 if fused.is_pair and n_tiles % 4 == 0 else 1,
+    }
+    threads = ring.warps * 32 + 64
+    if n_tokens == 1:
+        return ProductLaunch(spec("product", threads, shared, **before, **product), blocks_a_part * parts, parts)
+    several = {
+        "TOKENS": n_tokens,
+        "GROUP": ring.group,
+        "SHARING": ring.sharing,
+        "RESIDENT": ring.resident,
+        "FACTOR_STRIDE": rows.factor,
+        "Y_STRIDE": parts * rows.y,
+    }
+    strides = {"TOKENS": n_tokens, "WARPS": PRODUCT_WARPS, "X_STRIDE": rows.x, "DELTA_STRIDE": rows.delta}
+    n_columns = part_columns * parts
+    return ProductLaunch(
+        spec("product_tokens", threads, shared, **before, **product, **several),
+        blocks_a_part * parts,
+        parts,
+        spec("activations", PRODUCT_WARPS * 32, **before, **strides),
+        2 * n_columns * n_tokens,
+        n_columns // 32 * 4 * n_tokens,
+        n_tokens * parts,
     )
-    return ProductLaunch(kernel, blocks_a_part * parts, parts)
 
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """n_head_groups by max_runs blocks; n_parts, n_sums: tagged values that runs are merged from."""
+    """grid: groups of heads, blocks of each, tokens. n_parts, n_sums: a token's tagged values, which are merged."""
 
     kernel: KernelSpec
-    max_runs: int
-    n_head_groups: int
+    grid: tuple[int, int, int]
     n_parts: int
     n_sums: int
 
@@ -202,11 +288,18 @@ def choose_tiles(kind: CacheKind, heads: int, card: Card) -> Tiles:
 
 
 def plan_attention(
-    fused: FusedAttention, n_heads: int, planes_in: int, eps: float, plan: CachePlan, card: Card
+    fused: FusedAttention,
+    n_heads: int,
+    planes_in: int,
+    eps: float,
+    plan: CachePlan,
+    card: Card,
+    rows: Rows = ONE_ROW,
 ) -> AttentionLaunch:
-    """Heads a block, tile and stages so that the tiles fit in shared memory.
+    """Heads a block, tile and stages so that the tiles fit. rows.x: floats from one token's q, k, v to the next.
 
-    Runs wait for each other when they are merged, so no more are planned than are on the device at once.
+    Runs wait for each other when they are merged, so no more are planned than are on the device at once. Several tokens
+    are cut into the same runs as one, which fewer blocks then take by turns.
     """
     kind = fused.cache.kind
     e, j = kind.head_size, kind.n_kv_heads
@@ -241,6 +334,8 @@ def plan_attention(
         TILE=tile,
         STAGES=tiles.stages,
         TOGETHER=tiles.together,
+        TOKENS=rows.n_tokens,
+        QKV_STRIDE=rows.x,
         MAX_RUNS=max_runs,
         MIN_TILES=tiles.least,
         PLANES_IN=planes_in,
@@ -254,4 +349,6 @@ def plan_attention(
         EPS=float(eps),
     )
     n_runs = n_groups * max_runs
-    return AttentionLaunch(kernel, max_runs, n_groups, n_runs * heads * e, n_runs * heads * 2)
+    n_blocks = max(1, min(max_runs, on_device // (n_groups * rows.n_tokens)))
+    grid = (n_groups, n_blocks, rows.n_tokens)
+    return AttentionLaunch(kernel, grid, n_runs * heads * e, n_runs * heads * 2)

@@ -116,8 +116,6 @@ def make_executor(
     advice = advice or Advice()
     if device.type == "cuda":
         try:
-            if plan.n_sequences > 1:
-                raise UnsupportedError(f"{plan.n_sequences} sequences at once: the kernels take one")
             step = build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=kv or DEVICE_ROUNDING.cache))
             executor = DeviceExecutor(
                 step, plan, device=device, banned_ids=banned_ids, progress=progress, advice=advice.kernels

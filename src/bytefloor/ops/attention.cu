@@ -19,14 +19,15 @@
 // the queries are.
 //
 // Runs are merged by all their blocks, and by others where outputs are many, each a slice of them, as soon as every part carries
-// this call's tag; so all blocks must be on the device at once, which the host sees to.
+// this call's tag; so all blocks of a token must be on the device at once, which the host sees to. Where tokens are several there
+// are fewer blocks for each, which take its runs by turns: the same runs, so the same bits, as it has alone.
 //
 // Registers: a block has to fit beside one of a product. Each quarter of a multiprocessor has 16384 registers, and five of its 18
 // warps with 56 a lane leave room for two warps with 112. With more, attention begins when that product has ended.
 //
 // Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept beside values; 0: keys are kept
 // whole), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round, where a run has no
-// more), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2
+// more), TOKENS (gridDim.z), QKV_STRIDE (from one token's qkv to the next), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2
 // interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
 #include <cuda_bf16.h>
 
@@ -119,6 +120,11 @@ extern "C" __global__ void __maxnreg__(112)
     float2* turns = (float2*)scores;
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, run = blockIdx.y,
         first_head = blockIdx.x * HEADS, j = first_head / GROUP;
+    if (TOKENS > 1) {
+        int token = blockIdx.z;
+        qkv += token * QKV_STRIDE, table += token * n_table, state += token, out += token * (H * E);
+        all_parts += (size_t)token * (MAX_RUNS * H * E), part_sums += token * (MAX_RUNS * H * 2);
+    }
     let_next_start();
     // All that depends on nothing is asked for before the tiles are, behind which it would stand in line.
     int position = state->position, n_steps = state->n_steps;
@@ -131,119 +137,125 @@ extern "C" __global__ void __maxnreg__(112)
     Parts parts{all_parts + at_group * E, part_sums + at_group * 2, (u32)n_steps * n_calls + call};
     int width = band.n_runs >= 8 ? 8 : band.n_runs >= 4 ? 4 : 2;
     int n_mergers = max(band.n_runs, min(MAX_RUNS, HEADS * E * width / (WARPS * 64)));
+    if (TOKENS > 1) n_mergers = min(n_mergers, (int)gridDim.y);
     if (run >= band.n_runs) {
         if (band.n_runs > 1 && run < n_mergers)
             merge(parts, band.n_runs, run, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
         return;
     }
     auto page_of = [=](int tile) { return table[(tile * TILE / PAGE) % n_table]; };
-    int tile = band.first_tile + run * band.tiles_a_run, tile_end = min(tile + band.tiles_a_run, band.first_tile + band.n_tiles);
-    bool is_last = tile_end == band.first_tile + band.n_tiles, has_new = OWNS_KV && is_last;
-    // Pages carry no parity: the new position of another layer's cache is there when the kernels before are done.
-    if (!OWNS_KV && is_last) wait_for_previous();
-    bool is_one_round = TOGETHER > 1 && tile_end - tile <= TOGETHER;
-    int new_page = page_of(position / TILE), pages[STAGES];
+    do {  // one token alone has a block for each of its runs
+        int tile = band.first_tile + run * band.tiles_a_run, tile_end = min(tile + band.tiles_a_run, band.first_tile + band.n_tiles);
+        bool is_last = tile_end == band.first_tile + band.n_tiles, has_new = OWNS_KV && is_last;
+        // Pages carry no parity: the new position of another layer's cache is there when the kernels before are done.
+        if (!OWNS_KV && is_last) wait_for_previous();
+        bool is_one_round = TOGETHER > 1 && tile_end - tile <= TOGETHER;
+        int new_page = page_of(position / TILE), pages[STAGES];
 #pragma unroll
-    for (int stage = 0; stage < STAGES; stage++) pages[stage] = page_of(min(tile + stage, tile_end - 1));
-    // The first tiles on their way; otherwise the last stage is still needed, for queries or to be the next that is filled.
+        for (int stage = 0; stage < STAGES; stage++) pages[stage] = page_of(min(tile + stage, tile_end - 1));
+        // The first tiles on their way; otherwise the last stage is still needed, for queries or to be the next that is filled.
 #pragma unroll 1
-    for (int stage = 0; stage < STAGES; stage++) {
-        if (stage == STAGES - 1 && (TOGETHER < STAGES || !is_one_round)) break;
-        int page = pages[0];
+        for (int stage = 0; stage < STAGES; stage++) {
+            if (stage == STAGES - 1 && (TOGETHER < STAGES || !is_one_round)) break;
+            int page = pages[0];
 #pragma unroll
-        for (int i = 1; i < STAGES; i++) page = stage == i ? pages[i] : page;
-        if (tile + stage < tile_end) fetch(tile + stage, band, cache, page, j, tiles + stage * STAGE);
-        commit_copies();
-    }
-    if (ROPE && tid < E / 2) {
-        // In double: at position 100,000 a float angle is off by 0.004.
-        double whole_turns = position * frequency * 0.15915494309189535;
-        float sine, cosine;
-        sincospif((float)(2 * (whole_turns - rint(whole_turns))), &sine, &cosine);
-        turns[tid] = make_float2(cosine, sine);
-    }
-    __syncthreads();
-    Stored* page_row = cache + (size_t)new_page * (BLOCKS * J * BLOCK) + row_in_page(j, position % PAGE);
-    Stored* page_scale = page_row + (PAGE - position % PAGE) * E + position % PAGE * 2;
-    Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
-    prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
-            first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
-    if (is_one_round) wait_copies<0>();
-    __syncthreads();
-    // This warp's part of the queries as a tensor core takes them: elements 2t, + 1, + 8, + 9 of each 16 of head g; beside
-    // codes, which come four a lane, elements 4t, + 2, + 1, + 3.
-    uint4 query[MY_STEPS];
-#pragma unroll
-    for (int i = 0; i < MY_STEPS; i++) {
-        int step = i * PARTS + warp % PARTS;
-        bool is_one = step < K_STEPS && g < HEADS;
-        const float* at = queries + g * E + step * 16 + (HAS_SCALES ? 4 : 2) * t;
-        float2 one = is_one ? *(const float2*)at : make_float2(0, 0),
-               other = is_one ? *(const float2*)(at + (HAS_SCALES ? 2 : 8)) : make_float2(0, 0);
-        if (HAS_SCALES) {
-            float odd = one.y;
-            one.y = other.x, other.x = odd;
+            for (int i = 1; i < STAGES; i++) page = stage == i ? pages[i] : page;
+            if (tile + stage < tile_end) fetch(tile + stage, band, cache, page, j, tiles + stage * STAGE);
+            commit_copies();
         }
-        Split front(one.x, one.y), back(other.x, other.y);
-        query[i] = make_uint4(front.high, back.high, front.low, back.low);
-    }
-    float largest = LOWEST, total = 0;  // of the warp's head; the sum of shares is the mixture's where there are no scales
-    Mixture mixture;
-    if (is_one_round) {
-        int begin = band.start - tile * TILE, end = min(band.end, tile_end * TILE) - tile * TILE;
-        score<TOGETHER>(query, tiles, scores, end, warp, lane);
+        if (ROPE && tid < E / 2) {
+            // In double: at position 100,000 a float angle is off by 0.004.
+            double whole_turns = position * frequency * 0.15915494309189535;
+            float sine, cosine;
+            sincospif((float)(2 * (whole_turns - rint(whole_turns))), &sine, &cosine);
+            turns[tid] = make_float2(cosine, sine);
+        }
         __syncthreads();
-        soften<TOGETHER>(largest, total, scores, tiles, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
+        Stored* page_row = cache + (size_t)new_page * (BLOCKS * J * BLOCK) + row_in_page(j, position % PAGE);
+        Stored* page_scale = page_row + (PAGE - position % PAGE) * E + position % PAGE * 2;
+        Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
+        prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
+                first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
+        if (is_one_round) wait_copies<0>();
         __syncthreads();
-        mixture.take<TOGETHER>(tiles + VALUES, shares, factors, end, warp, lane);
-    } else {
-        int next = tile + STAGES - 1, next_page = pages[STAGES - 1];
-        for (int n = 0; tile < tile_end; tile++, n++) {
-            Stored* k_tile = tiles + n % STAGES * STAGE;
-            wait_copies<STAGES - 2>();
-            if (has_new && tile == position / TILE)
+        // This warp's part of the queries as a tensor core takes them: elements 2t, + 1, + 8, + 9 of each 16 of head g; beside
+        // codes, which come four a lane, elements 4t, + 2, + 1, + 3.
+        uint4 query[MY_STEPS];
+#pragma unroll
+        for (int i = 0; i < MY_STEPS; i++) {
+            int step = i * PARTS + warp % PARTS;
+            bool is_one = step < K_STEPS && g < HEADS;
+            const float* at = queries + g * E + step * 16 + (HAS_SCALES ? 4 : 2) * t;
+            float2 one = is_one ? *(const float2*)at : make_float2(0, 0),
+                   other = is_one ? *(const float2*)(at + (HAS_SCALES ? 2 : 8)) : make_float2(0, 0);
+            if (HAS_SCALES) {
+                float odd = one.y;
+                one.y = other.x, other.x = odd;
+            }
+            Split front(one.x, one.y), back(other.x, other.y);
+            query[i] = make_uint4(front.high, back.high, front.low, back.low);
+        }
+        float largest = LOWEST, total = 0;  // of the warp's head; the sum of shares is the mixture's where there are no scales
+        Mixture mixture;
+        if (is_one_round) {
+            int begin = band.start - tile * TILE, end = min(band.end, tile_end * TILE) - tile * TILE;
+            score<TOGETHER>(query, tiles, scores, end, warp, lane);
+            __syncthreads();
+            soften<TOGETHER>(largest, total, scores, tiles, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
+            __syncthreads();
+            mixture.take<TOGETHER>(tiles + VALUES, shares, factors, end, warp, lane);
+        } else {
+            int next = tile + STAGES - 1, next_page = pages[STAGES - 1];
+            for (int n = 0; tile < tile_end; tile++, n++) {
+                Stored* k_tile = tiles + n % STAGES * STAGE;
+                wait_copies<STAGES - 2>();
+                if (has_new && tile == position / TILE)
 #if STORAGE  // registers: unrolled, divisions spill
 #pragma unroll 1
 #endif
-                for (int i = tid; i < 2 * E; i += THREADS) {
-                    if (KEYS_ARE_VALUES && i < E && !is_rotated(i)) continue;
-                    k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
-                        encode(fresh[i], new_scales[i >= E]);
+                    for (int i = tid; i < 2 * E; i += THREADS) {
+                        if (KEYS_ARE_VALUES && i < E && !is_rotated(i)) continue;
+                        k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
+                            encode(fresh[i], new_scales[i >= E]);
+                    }
+                __syncthreads();  // the tile is there, and nobody reads the one before it, or the queries, any more
+                if (next < tile_end) {
+                    fetch(next, band, cache, next_page, j, tiles + (n + STAGES - 1) % STAGES * STAGE);
+                    if (++next < tile_end) next_page = page_of(next);
                 }
-            __syncthreads();  // the tile is there, and nobody reads the one before it, or the queries, any more
-            if (next < tile_end) {
-                fetch(next, band, cache, next_page, j, tiles + (n + STAGES - 1) % STAGES * STAGE);
-                if (++next < tile_end) next_page = page_of(next);
+                commit_copies();
+                int begin = band.start - tile * TILE, end = min(band.end - tile * TILE, TILE);
+                score<1>(query, k_tile, scores, end, warp, lane);
+                __syncthreads();
+                soften<1>(largest, total, scores, k_tile, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
+                __syncthreads();
+                mixture.take<1>(k_tile + VALUES, shares, factors, end, warp, lane);
             }
-            commit_copies();
-            int begin = band.start - tile * TILE, end = min(band.end - tile * TILE, TILE);
-            score<1>(query, k_tile, scores, end, warp, lane);
-            __syncthreads();
-            soften<1>(largest, total, scores, k_tile, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
-            __syncthreads();
-            mixture.take<1>(k_tile + VALUES, shares, factors, end, warp, lane);
+            wait_copies<0>();
         }
-        wait_copies<0>();
-    }
-    // NaN scores leave no maximum behind: the sums are NaN then, and so is what leaves here.
-    float whole0 = __fdividef(1.f, mixture.sum[0]), whole1 = __fdividef(1.f, mixture.sum[1]);
+        // NaN scores leave no maximum behind: the sums are NaN then, and so is what leaves here.
+        float whole0 = __fdividef(1.f, mixture.sum[0]), whole1 = __fdividef(1.f, mixture.sum[1]);
 #pragma unroll
-    for (int v = 0; v < VALUE_TILES; v++)
+        for (int v = 0; v < VALUE_TILES; v++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            int head = 2 * t + (i & 1), e = (v * WARPS + warp) * 16 + (HAS_SCALES ? 2 : 1) * g + (HAS_SCALES ? i >> 1 : (i & 2) * 4);
-            if (head >= HEADS || e >= E) continue;
-            if (band.n_runs == 1)
-                hand_over(out + (first_head + head) * E + e, mixture.acc[v][i] * (i & 1 ? whole1 : whole0), parity);
-            else
-                hand_over_tagged(parts.value(run, head) + e, mixture.acc[v][i], parts.tag);
+            for (int i = 0; i < 4; i++) {
+                int head = 2 * t + (i & 1), e = (v * WARPS + warp) * 16 + (HAS_SCALES ? 2 : 1) * g + (HAS_SCALES ? i >> 1 : (i & 2) * 4);
+                if (head >= HEADS || e >= E) continue;
+                if (band.n_runs == 1)
+                    hand_over(out + (first_head + head) * E + e, mixture.acc[v][i] * (i & 1 ? whole1 : whole0), parity);
+                else
+                    hand_over_tagged(parts.value(run, head) + e, mixture.acc[v][i], parts.tag);
+            }
+        if (band.n_runs > 1) {
+            if (lane == 0 && warp < HEADS) hand_over_tagged(parts.sum(run, warp), largest, parts.tag);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (warp == 0 && g == 0 && 2 * t + i < HEADS) hand_over_tagged(parts.sum(run, 2 * t + i) + 1, mixture.sum[i], parts.tag);
         }
-    if (band.n_runs > 1) {
-        if (lane == 0 && warp < HEADS) hand_over_tagged(parts.sum(run, warp), largest, parts.tag);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (warp == 0 && g == 0 && 2 * t + i < HEADS) hand_over_tagged(parts.sum(run, 2 * t + i) + 1, mixture.sum[i], parts.tag);
-        merge(parts, band.n_runs, run, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
-    }
+        if (TOKENS > 1) __syncthreads();  // tiles and shares are free again
+        run += gridDim.y;
+    } while (TOKENS > 1 && run < band.n_runs);
+    if (band.n_runs > 1)
+        merge(parts, band.n_runs, blockIdx.y, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
     wait_for_previous();
 }
