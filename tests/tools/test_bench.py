@@ -118,8 +118,8 @@ def test_each_row_is_shown_and_saved_as_it_is_measured(
     assert [text.count("\n") for text in shown] == [1 + n_header, 1, 1, 1, 1]
     if output == "md":
         assert f"| {rows[0].share:.1%} |" in shown[0]
-        assert shown[0].splitlines()[2].startswith("| tiny/Q4_K_M | Q4_K | greedy | 0 | 6 | 0 | bf16 |")
-        assert shown[4].startswith("| tiny/Q4_K_M | Q4_K |  | 30 | 0 | 0 | bf16 |")
+        assert shown[0].splitlines()[2].startswith("| tiny/Q4_K_M | Q4_K | greedy | 0 | 6 | 0 | 1 | bf16 |")
+        assert shown[4].startswith("| tiny/Q4_K_M | Q4_K |  | 30 | 0 | 0 | 1 | bf16 |")
     else:
         header, *cells = (next(csv.reader([line])) for line in "".join(shown).splitlines())
         assert dict(zip(header, cells[0], strict=True))["share"] == str(rows[0].share)

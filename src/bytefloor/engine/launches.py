@@ -10,6 +10,7 @@ from bytefloor.engine.kernels import KernelSpec, spec
 from bytefloor.errors import UnsupportedError
 from bytefloor.formats.stream import ROWS, StreamForm
 from bytefloor.model.fuse import FusedAttention, FusedProduct
+from bytefloor.model.step import CacheKind
 
 PRODUCT_WARPS = 16
 SLOT_RECORDS = 4
@@ -21,7 +22,7 @@ RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
 MOST_SLOTS = 24
 MOST_STAGES = 3
-"""Of keys and values in bf16; up to twice as many of smaller ones, so that as many bytes are under way."""
+"""Of attention's tiles in bf16; up to twice as many of smaller ones, so that as many bytes are under way."""
 MOST_COLUMNS = 4096
 """Of a part, where a product may be split: more of them take long to prepare in every block."""
 ITEMS_A_BLOCK = 3
@@ -240,6 +241,47 @@ class AttentionLaunch:
     n_sums: int
 
 
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of attention: how many are under way, how many a round may take, how many a run has at least."""
+
+    n_positions: int
+    stages: int
+    together: int
+    least: int
+    shared_bytes: int
+
+
+def choose_tiles(kind: CacheKind, heads: int, card: Card) -> Tiles:
+    """So that they fit in shared memory. heads: query heads a block."""
+    e, has_codes = kind.head_size, STORAGES[kind.storage] > 0
+    bf16_tile = 16 if e > 256 else 32 if e > 128 else 64
+    tile = min(64, 2 * bf16_tile) if has_codes else bf16_tile
+    row_bytes = (
+        2 * (e + (0 if e % 32 else 16) + 2) if has_codes else 2 * (kind.head_values + (8 if kind.rotated else 16))
+    )
+    stage_bytes, parts = tile * row_bytes, ATTENTION_WARPS // (tile // 16)
+
+    def beside_tiles(together: int) -> int:
+        n, queries = together * tile, heads * e * 4 if together > 1 else 0
+        shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if has_codes else 32
+        return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
+
+    def most_together(stages: int) -> int:
+        room = card.block_bytes - stages * stage_bytes
+        return max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
+
+    fitting = (card.block_bytes - beside_tiles(1)) // stage_bytes
+    stages = min(MOST_STAGES, fitting)
+    if has_codes or kind.rotated:
+        # More of what is smaller, but for one where that makes room for rounds of several.
+        stages = max(range(stages, min(2 * MOST_STAGES, fitting) + 1), key=lambda n: (min(most_together(n), 2), n))
+    together = most_together(stages)
+    least = min(together, MOST_STAGES) if together > 1 else LEAST_TILES
+    shared = stages * stage_bytes + beside_tiles(together)
+    return Tiles(tile, stages, together, ceil_div(least * bf16_tile, tile), shared)
+
+
 def plan_attention(
     fused: FusedAttention,
     n_heads: int,
@@ -260,28 +302,12 @@ def plan_attention(
     heads = next(h for h in range(MOST_HEADS, 0, -1) if group % h == 0)
     if e % 16 or e > 512:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
-    storage = STORAGES[kind.storage]
-    bf16_tile = 16 if e > 256 else 32 if e > 128 else 64
-    tile = min(64, 2 * bf16_tile) if storage else bf16_tile
-    if plan.page_size % tile:
-        raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
-    parts = ATTENTION_WARPS // (tile // 16)
     if kind.rotated % 32:
         raise UnsupportedError(f"{fused.part}: no attention kernel for keys of which {kind.rotated} lanes turn")
-    row_bytes = 2 * (e + 8) if storage == 0 else e + (0 if e % 32 else 16) + 2
-    stage_bytes = tile * (2 * (e + kind.rotated + 8) if kind.rotated else 2 * row_bytes)
-
-    def beside_tiles(together: int) -> int:
-        n, queries = together * tile, heads * e * 4 if together > 1 else 0
-        shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if storage else 32
-        return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
-
-    stages = min(
-        2 * MOST_STAGES if storage or kind.rotated else MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes
-    )
-    room = card.block_bytes - stages * stage_bytes
-    together = max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
-    shared = stages * stage_bytes + beside_tiles(together)
+    tiles = choose_tiles(kind, heads, card)
+    tile, shared = tiles.n_positions, tiles.shared_bytes
+    if plan.page_size % tile:
+        raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     on_device = card.n_multiprocessors * min(2, card.multiprocessor_bytes // (shared + RESERVED_BYTES))
     n_groups = n_heads // heads
     longest = min(plan.capacity, kind.window + tile) if kind.window else plan.capacity
@@ -292,7 +318,7 @@ def plan_attention(
         "attention",
         ATTENTION_WARPS * 32,
         shared,
-        STORAGE=storage,
+        STORAGE=STORAGES[kind.storage],
         ROTATED=kind.rotated,
         E=e,
         H=n_heads,
@@ -301,12 +327,12 @@ def plan_attention(
         WINDOW=kind.window or 0,
         PAGE=plan.page_size,
         TILE=tile,
-        STAGES=stages,
-        TOGETHER=together,
+        STAGES=tiles.stages,
+        TOGETHER=tiles.together,
         TOKENS=rows.n_tokens,
         QKV_STRIDE=rows.x,
         MAX_RUNS=max_runs,
-        MIN_TILES=ceil_div((min(together, MOST_STAGES) if together > 1 else LEAST_TILES) * bf16_tile, tile),
+        MIN_TILES=tiles.least,
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,

@@ -73,3 +73,13 @@ def write_rows(cache: Tensor, half: int, pages: Tensor, offsets: Tensor, x: Tens
     row_codes, row_scales = code_row(x, storage)
     codes[pages, half, :, offsets] = row_codes.to(CODE_TYPES[storage]).view(torch.uint8)
     scales[pages, half, :, offsets] = row_scales.to(torch.bfloat16)
+
+
+def randomise(cache: Tensor, head_size: int, generator: torch.Generator) -> None:
+    """Fill all pages with finite values, none of which matters."""
+    if not holds_codes(cache):
+        cache.normal_(generator=generator)
+        return
+    codes, scales = codes_and_scales(cache, head_size)
+    codes.random_(0, 127, generator=generator)  # 127 is NaN in E4M3
+    scales.fill_(2**-6)

@@ -33,7 +33,7 @@ from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
-from bytefloor.ops.pages import codes_and_scales, holds_codes
+from bytefloor.ops.pages import randomise
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, say, spread
 from bytefloor.tools.models import find_model
 
@@ -234,13 +234,7 @@ class _Runner:
     def _fill_cache(self) -> None:
         generator = torch.Generator(self.executor.device).manual_seed(1)
         for kind in self.executor.step.kinds:
-            pool = self.executor.pools[kind.name]
-            if holds_codes(pool):
-                codes, scales = codes_and_scales(pool, kind.head_size)
-                codes.random_(0, 127, generator=generator)  # none of which is NaN
-                scales.fill_(2**-6)
-            else:
-                pool.normal_(generator=generator)
+            randomise(self.executor.pools[kind.name], kind.head_size, generator)
 
     def _cache_at(self, depth: int) -> SequenceCache:
         kinds: tuple[CacheKind, ...] = self.executor.step.kinds
