@@ -1,4 +1,4 @@
-"""The cases of tests/gpu/test_cases.py with a Python twin in place of every kernel: the wiring, and the tests themselves."""
+"""The cases of tests/gpu with a Python twin in place of every kernel: their wiring, and the tests themselves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.model.step import Step
 from device_rows import Make
+from gpu.test_case_files import *  # noqa: F403
 from gpu.test_cases import *  # noqa: F403
 from kernel_twins import TwinDevice
 

@@ -18,7 +18,7 @@ from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.packed import PackedWeights
-from bytefloor.engine.reference import Precision, ReferenceExecutor
+from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import BytefloorError, UnsupportedError
 from bytefloor.model.config import Rounding
@@ -232,7 +232,7 @@ def test_rows_at_position_30000_are_right(make: Make, card: torch.device, name: 
 @pytest.mark.parametrize("name", ["gemma3", "llama"])
 def test_the_activation_is_the_configs_on_every_road(make: Make, card: torch.device, name: str) -> None:
     """N08: the same weights with SwiGLU and with GeGLU."""
-    model, ids, expected = load_model(checkpoint_of(name, SHAPES[name], "Q4_K_M", card)), ids_of(40), []
+    model, ids, expected = load_model(checkpoint_of(name, SHAPES[name], "BF16", card)), ids_of(40), []
     for activation in ("silu", "gelu_tanh"):
         step = build_step(replace(model.config, activation=activation), model.weights, DEVICE_ROUNDING)
         executor = make(step, PLAN)
@@ -279,6 +279,14 @@ def test_layers_that_share_keys_and_values_decode_as_the_reference(make: Make, c
         assert worst_row(rows_of(executor, ids, chunk), expected) < bound
 
 
+def made_or_refused(make: Make, step: Step) -> DeviceExecutor | str:
+    """The executor, or the words with which it is refused."""
+    try:
+        return make(step, PLAN)
+    except UnsupportedError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("storage", list(STORAGE_BYTES))
 def test_every_storage_of_the_cache_has_kernels_or_is_refused_by_name(
     make: Make, card: torch.device, storage: str
@@ -286,12 +294,11 @@ def test_every_storage_of_the_cache_has_kernels_or_is_refused_by_name(
     """S12: keys and values have one storage together; no other way to run is taken silently."""
     rounding = replace(DEVICE_ROUNDING, cache=storage)
     step, ids = step_of(checkpoint_of("gemma4", SHAPES["gemma4"], "Q4_K_M", card), rounding), ids_of(70)
-    try:
-        executor = make(step, PLAN)
-    except UnsupportedError as error:
+    executor = made_or_refused(make, step)
+    if isinstance(executor, str):
         assert storage != DEVICE_ROUNDING.cache
-        assert storage in str(error)
-        assert "cache" in str(error)
+        assert "cache" in executor
+        assert storage in executor
         return
     assert worst_row(rows_of(executor, ids, 1), reference_rows(step, ids, card)) < 2 * TIES
 
@@ -302,7 +309,13 @@ BY_HEAD_SIZE = {
     256: SHAPES["gemma3"],
     512: replace(SHAPES["gemma4"], n_heads=4, n_kv_heads=2, global_head_size=512),
 }
-MOST_KL = {"bf16": 1e-4, "int8": 2e-3, "fp8": 1e-2}
+MOST_KL = {"bf16": 5e-4, "int8": 5e-3, "fp8": 4e-2}
+"""Of small random models, whose heads of 64 lose ten times what trained ones do."""
+
+
+def mean_kl(exact: Tensor, found: Tensor) -> float:
+    p, q = (logits.double().log_softmax(-1) for logits in (exact, found))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
 @pytest.mark.parametrize("head_size", list(BY_HEAD_SIZE))
@@ -310,20 +323,18 @@ MOST_KL = {"bf16": 1e-4, "int8": 2e-3, "fp8": 1e-2}
 def test_a_cache_of_fewer_bits_costs_what_its_bits_cost(
     make: Make, card: torch.device, storage: str, head_size: int
 ) -> None:
-    """S13: mean KL to a float32 cache under a limit for each storage, at every head size."""
+    """S13: mean KL to a float32 cache is that of rounding alone, and under a limit for each storage on both roads."""
     checkpoint = checkpoint_of("model", BY_HEAD_SIZE[head_size], "Q4_K_M", card)
     step, ids = step_of(checkpoint, replace(DEVICE_ROUNDING, cache=storage)), ids_of(100)
     assert head_size in {kind.head_size for kind in step.kinds}
-    try:
-        executor = make(step, PLAN)
-    except UnsupportedError as error:
-        pytest.skip(f"refused, see S12: {error}")
-    exact = reference_rows(step_of(checkpoint, Rounding()), ids, card).double().log_softmax(-1)
-    for chunk in (1, 100):
-        executor.poison()
-        found = rows_of(executor, ids, chunk).double().log_softmax(-1)
-        kl = (exact.exp() * (exact - found)).sum(-1).mean().item()
-        assert 0 < kl < MOST_KL[storage]
+    executor = made_or_refused(make, step)
+    if isinstance(executor, str):
+        pytest.skip(f"refused, see S12: {executor}")
+    exact = reference_rows(step_of(checkpoint, Rounding()), ids, card)
+    rounding = mean_kl(exact, reference_rows(step, ids, card))
+    assert 0.3 * rounding < mean_kl(exact, rows_of(executor, ids, 1)) < min(3 * rounding, MOST_KL[storage])
+    executor.poison()
+    assert 0 < mean_kl(exact, rows_of(executor, ids, 100)) < MOST_KL[storage]
 
 
 # --- weights
