@@ -35,13 +35,22 @@ def empty_cache(executor: Executor) -> SequenceCache:
     return SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
 
 
-def rows_of(executor: Executor, ids: Sequence[int], chunk: int, cache: SequenceCache | None = None) -> Tensor:
-    """Logits of every token, so many at a time, on top of what the cache holds."""
+def settle(device: torch.device) -> None:
+    """Wait for all that the device was given: executors run on streams of their own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rows_of(
+    executor: Executor, ids: Sequence[int], chunk: int, cache: SequenceCache | None = None, is_eager: bool = False
+) -> Tensor:
+    """Logits of every token, so many at a time, on top of what the cache holds. is_eager: launched one by one."""
     cache, found = empty_cache(executor) if cache is None else cache, []
     for start in range(0, len(ids), chunk):
         rows, batch = ids[start : start + chunk], Batch()
         cache.append_rows(batch, rows, range(len(rows)))
-        found.append(executor.run(batch).float().clone())
+        logits = executor.run(batch, is_eager=True) if is_eager else executor.run(batch)
+        found.append(logits.float().clone())
         cache.commit(len(rows))
     return torch.cat(found)
 
@@ -70,6 +79,7 @@ def rows_at(executors: Sequence[Executor], depth: int, ids: Sequence[int], chunk
         pool.normal_(generator=generator)
         for other in executors[1:]:
             other.pools[name].copy_(pool)
+    settle(executors[0].device)
     return [rows_of(executor, ids, chunk, cache_at(executor, depth)) for executor in executors]
 
 
@@ -89,7 +99,7 @@ def assert_same_choice(chosen: Tensor, expected: Tensor, margin: float = 0.25) -
     """
     best = expected.topk(2).values
     is_clear = best[:, 0] - best[:, 1] > margin * expected.square().mean(-1).sqrt()
-    assert is_clear.float().mean() > 0.3, "too few rows say anything clearly"
+    assert is_clear.float().mean() > 0.2, "too few rows say anything clearly"
     assert torch.equal(chosen[is_clear], expected.argmax(-1)[is_clear])
 
 

@@ -11,19 +11,16 @@ from torch import Tensor
 
 from bytefloor.engine import memory as memory_module
 from bytefloor.engine import packed as packed_module
-from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.memory import MemoryPlan, check_memory, pinned_bytes, place_table
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.progress import Silent
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import CapacityError
-from bytefloor.model.decoder import build_step
-from bytefloor.model.families import load_model
 from bytefloor.model.fuse import fuse_one_row
 from bytefloor.model.step import Step
+from device_rows import rows_of, step_of
 from kernel_twins import TwinDevice
 
 GB = 10**9
@@ -87,14 +84,13 @@ def test_pinned_memory_comes_in_powers_of_two() -> None:
     assert [pinned_bytes(n) for n in (0, 1, 4096, 4097, 3 * GB)] == [0, 1, 4096, 8192, 1 << 32]
 
 
-def step_of(mixture: str = "Q4_K_M") -> Step:
-    model = load_model(checkpoint_of("gemma4-e", E_MODEL, mixture, "cpu"))
-    return build_step(model.config, model.weights, DEVICE_ROUNDING)
+def e_step() -> Step:
+    return step_of(checkpoint_of("gemma4-e", E_MODEL, "Q4_K_M", "cpu"))
 
 
 def test_only_the_table_is_taken_from_the_host_and_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the device is a card; torch is asked for memory here and gives the CPU's."""
-    weights = PackedWeights(fuse_one_row(step_of()), torch.device("cuda"))
+    weights = PackedWeights(fuse_one_row(e_step()), torch.device("cuda"))
     asked: list[tuple[int, str, bool]] = []
     empty = torch.empty
 
@@ -116,15 +112,17 @@ def test_only_the_table_is_taken_from_the_host_and_pinned(monkeypatch: pytest.Mo
     assert len(asked) == len(weights._groups)
 
 
-def rows_of(executor: DeviceExecutor, ids: list[int], chunk: int) -> Tensor:
-    cache = SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
-    found = []
-    for start in range(0, len(ids), chunk):
-        rows, batch = ids[start : start + chunk], Batch()
-        cache.append_rows(batch, rows, range(len(rows)))
-        found.append(executor.run(batch))
-        cache.commit(len(rows))
-    return torch.cat(found)
+def test_memory_that_the_system_does_not_pin_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = PackedWeights(fuse_one_row(e_step()), torch.device("cpu"))
+
+    def refuse(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    weights.keep_table_on_host()
+    monkeypatch.setattr(packed_module.torch, "empty", refuse)
+    n_bytes = weights.table_bytes()
+    with pytest.raises(CapacityError, match=rf"{n_bytes} bytes cannot be pinned: CUDA error: out of memory"):
+        weights.allocate()
 
 
 def test_an_executor_without_room_for_it_runs_as_one_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +130,13 @@ def test_an_executor_without_room_for_it_runs_as_one_with_room(monkeypatch: pyte
     twins = TwinDevice()
     twins.install(monkeypatch)
     plan, ids = CachePlan(128, 64), [(5 + 7 * i) % 270 for i in range(60)]
-    usual = DeviceExecutor(step_of(), plan, device="cpu")
+    usual = DeviceExecutor(e_step(), plan, device="cpu")
     twins.know(usual)
     table = usual.weights.table_bytes()
     assert (usual.memory_plan.table, usual.memory_plan.on_host) == (table, 0)
     set_room(monkeypatch, usual.memory_plan.needed - 1)
     notes = Notes()
-    moved = DeviceExecutor(step_of(), plan, device="cpu", progress=notes)
+    moved = DeviceExecutor(e_step(), plan, device="cpu", progress=notes)
     twins.know(moved)
     assert moved.memory_plan == replace(usual.memory_plan, weights=usual.memory_plan.weights - table, table=0,
                                         on_host=table)  # fmt: skip

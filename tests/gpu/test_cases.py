@@ -33,6 +33,7 @@ from device_rows import (
     reference_rows,
     rows_at,
     rows_of,
+    settle,
     step_of,
     stored_as,
     times,
@@ -47,14 +48,16 @@ TIES = 1e-2
 TF32 = 3e-2
 """Products of prompts keep ten bits of their activations."""
 PLAN = CachePlan(256, 128)
+MIXTURES = {"llama": "BF16"}
+"""Others have Q4_K_M. Random blocks of it leave this one so sharp a softmax that ten bits change single rows a lot."""
 
 
 def ids_of(n: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def synthetic(name: str, card: torch.device, mixture: str = "Q4_K_M") -> Step:
-    return step_of(checkpoint_of(name, SHAPES[name], mixture, card))
+def synthetic(name: str, card: torch.device, mixture: str | None = None) -> Step:
+    return step_of(checkpoint_of(name, SHAPES[name], mixture or MIXTURES.get(name, "Q4_K_M"), card))
 
 
 def greedy_of(executor: DeviceExecutor, prompt: list[int], n: int) -> list[int]:
@@ -181,6 +184,7 @@ def test_what_unused_cells_hold_changes_nothing(make: Make, card: torch.device, 
         found = rows_of(executor, ids, chunk)
         for pool in executor.pools.values():
             pool.zero_()
+        settle(card)
         assert torch.equal(rows_of(executor, ids, chunk), found)
         assert bool(found.isfinite().all())
 
@@ -206,8 +210,7 @@ def test_long_and_short_prompts_by_turns_share_one_capture(make: Make, card: tor
         assert replayed == eager
         short.free()
     assert worst_row(torch.cat(found), reference_rows(step, ids, card)) < TF32
-    if card.type == "cuda":
-        torch.cuda.synchronize()  # raises what a kernel left
+    settle(card)  # raises what a kernel left behind
 
 
 # --- far out: tables of RoPE, and the activation
@@ -300,7 +303,8 @@ def test_every_storage_of_the_cache_has_kernels_or_is_refused_by_name(
         assert "cache" in executor
         assert storage in executor
         return
-    assert worst_row(rows_of(executor, ids, 1), reference_rows(step, ids, card)) < 2 * TIES
+    rounded, exact = (reference_rows(step, ids, card, rounds) for rounds in (True, False))
+    assert difference(rows_of(executor, ids, 1), rounded) < max(TIES, difference(rounded, exact) / 2)
 
 
 BY_HEAD_SIZE = {
@@ -309,8 +313,8 @@ BY_HEAD_SIZE = {
     256: SHAPES["gemma3"],
     512: replace(SHAPES["gemma4"], n_heads=4, n_kv_heads=2, global_head_size=512),
 }
-MOST_KL = {"bf16": 5e-4, "int8": 5e-3, "fp8": 4e-2}
-"""Of small random models, whose heads of 64 lose ten times what trained ones do."""
+MOST_KL = {"bf16": 3e-5, "int8": 4e-4, "fp8": 5e-3}
+"""Three times what rounding alone costs the worst of these models."""
 
 
 def mean_kl(exact: Tensor, found: Tensor) -> float:
@@ -324,7 +328,7 @@ def test_a_cache_of_fewer_bits_costs_what_its_bits_cost(
     make: Make, card: torch.device, storage: str, head_size: int
 ) -> None:
     """S13: mean KL to a float32 cache is that of rounding alone, and under a limit for each storage on both roads."""
-    checkpoint = checkpoint_of("model", BY_HEAD_SIZE[head_size], "Q4_K_M", card)
+    checkpoint = checkpoint_of("model", BY_HEAD_SIZE[head_size], "BF16", card)
     step, ids = step_of(checkpoint, replace(DEVICE_ROUNDING, cache=storage)), ids_of(100)
     assert head_size in {kind.head_size for kind in step.kinds}
     executor = made_or_refused(make, step)

@@ -10,19 +10,14 @@ from torch import Tensor
 
 from bytefloor.engine import memory as memory_module
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.loading import DEVICE_ROUNDING
-from bytefloor.engine.synthetic import Shape, checkpoint_of
+from bytefloor.engine.synthetic import checkpoint_of
 from bytefloor.files.checkpoint import open_checkpoint
-from bytefloor.model.decoder import build_step
-from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
+from device_rows import empty_cache, rows_of, step_of
+from gpu.test_device_executor import SHAPES
 
-SHAPE = Shape(
-    "gemma4", 256, 512, 4, 4, 2, 64, 315, 4096, True,
-    {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 2, 128, True, 2, 64,
-)  # fmt: skip
 PLAN = CachePlan(256, 128)
 IDS = [(5 + 7 * i) % 300 for i in range(100)]
 
@@ -34,27 +29,18 @@ def step(request: pytest.FixtureRequest) -> Step:
         path = shared / "models" / request.param
         if not path.is_dir():
             pytest.skip(f"{request.param} is not here")
-        model = load_model(open_checkpoint(path))
-    else:
-        model = load_model(checkpoint_of("gemma4-e", SHAPE, request.param, "cuda"))
-    return build_step(model.config, model.weights, DEVICE_ROUNDING)
+        return step_of(open_checkpoint(path))
+    return step_of(checkpoint_of("gemma4-e", SHAPES["gemma4-e"], request.param, "cuda"))
 
 
-def rows_of(executor: DeviceExecutor, chunk: int, is_eager: bool = False) -> Tensor:
+def rows(executor: DeviceExecutor, chunk: int, is_eager: bool) -> Tensor:
     executor.poison()
-    cache = SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
-    found = []
-    for start in range(0, len(IDS), chunk):
-        rows, batch = IDS[start : start + chunk], Batch()
-        cache.append_rows(batch, rows, range(len(rows)))
-        found.append(executor.run(batch, is_eager))
-        cache.commit(len(rows))
-    return torch.cat(found)
+    return rows_of(executor, IDS, chunk, is_eager=is_eager)
 
 
 def greedy(executor: DeviceExecutor) -> list[int]:
-    cache, batch = SequenceCache(PLAN, executor.step.kinds, make_pools(PLAN, executor.step.kinds)), Batch()
-    cache.append_rows(batch, [5], [0], n_reserved=100)
+    batch = Batch()
+    empty_cache(executor).append_rows(batch, [5], [0], n_reserved=100)
     return executor.decode_greedy(batch, 90).tolist()
 
 
@@ -71,5 +57,5 @@ def test_the_table_in_host_memory_gives_the_same_bits(step: Step, monkeypatch: p
     assert table.is_pinned()
     assert table.numel() == moved.memory_plan.on_host
     for chunk, is_eager in ((1, False), (24, True), (50, False)):
-        assert torch.equal(rows_of(moved, chunk, is_eager), rows_of(usual, chunk, is_eager))
+        assert torch.equal(rows(moved, chunk, is_eager), rows(usual, chunk, is_eager))
     assert greedy(moved) == greedy(usual)

@@ -12,7 +12,7 @@ from bytefloor.engine.cache import ceil_div
 from bytefloor.engine.progress import LOADING, Progress
 from bytefloor.engine.reference import refuse_not_finite
 from bytefloor.engine.staging import STAGING_BYTES, Staging
-from bytefloor.errors import BytefloorError, FileError, ShapeError, UnsupportedError
+from bytefloor.errors import BytefloorError, CapacityError, FileError, ShapeError, UnsupportedError
 from bytefloor.files.stored import ROWS_PER_SCALE_ROW
 from bytefloor.formats import stream
 from bytefloor.formats.finite import finite_rows
@@ -80,7 +80,11 @@ class PackedWeights:
         # Pinned memory of torch comes from cudaHostAlloc. With unified addressing, which every 64-bit process has, that
         # is mapped for all devices whatever its flags, under the same address as on the host: cudaHostGetDevicePointer
         # would return data_ptr (CUDA Runtime API, Unified Addressing). So kernels get it like any other tensor.
-        return torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=self.device.type == "cuda")
+        try:
+            return torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            # Free memory may still be more than the system lets a process pin.
+            raise CapacityError(f"per-layer embeddings: {packed.nbytes} bytes cannot be pinned: {error}") from None
 
     def form_of(self, weight: Weight) -> stream.StreamForm:
         """The stream form of a matrix."""
