@@ -18,6 +18,12 @@ def device() -> torch.device:
     return torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def _exact_reference() -> None:
+    """Products of the reference executor are float32 ones."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 @pytest.fixture
 def card(device: torch.device) -> torch.device:
     return device

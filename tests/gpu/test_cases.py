@@ -70,11 +70,6 @@ def greedy_of(executor: DeviceExecutor, prompt: list[int], n: int) -> list[int]:
     return executor.decode_greedy(batch, n).tolist()
 
 
-@pytest.fixture(autouse=True)
-def _exact_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 # --- activations and residuals that float16 does not hold
 
 
