@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bytefloor.engine.device import device_architecture
 from bytefloor.engine.kernels import KernelSpec, load_kernels
-from bytefloor.engine.launches import Card, Segment, plan_product
+from bytefloor.engine.launches import Card, Rows, Segment, plan_product
 from bytefloor.engine.synthetic import _random_blocks
 from bytefloor.formats import get, lookups, stream
 from bytefloor.model.fuse import FusedProduct
@@ -152,3 +152,50 @@ def run_product(
         found.append((taken(y, n_steps).double().sum(0), residual))
     assert torch.equal(found[0][0].nan_to_num(7.0), found[1][0].nan_to_num(7.0))
     return found[0][0], torch.cat(dense), found[0][1]
+
+
+def run_tokens(
+    fused: FusedProduct, weights: list[tuple[str, int]], k: int, x: Tensor, **more: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(planes of all tokens at once, of each alone, the residual of both ways).
+
+    x float32 [T, K], delta [T, planes, K].
+    """
+    parts = [random_parts(name, n, k, seed) for seed, (name, n) in enumerate(weights)]
+    segments = [Segment(form_of(name, n, k), n) for name, n in weights]
+    packed = [segment.form.pack(part) for segment, part in zip(segments, parts, strict=True)]
+    delta, factor, n_tokens = more.get("delta"), more.get("factor"), x.shape[0]
+    delta_planes = 0 if delta is None else delta.shape[1]
+    n = sum(segment.n for segment in segments) // (2 if fused.glu is not None and factor is None else 1)
+    rows = Rows(n_tokens, k, delta_planes * k, 0 if factor is None else factor.shape[1], n)
+    plan = plan_product(fused, segments, k, delta_planes, 1e-6, Card(132), rows)
+    plan_one = plan_product(fused, segments, k, delta_planes, 1e-6, Card(132))
+    assert plan.activations is not None
+    pointers = (*packed, *[None] * (3 - len(packed)))
+    norms = more.get("post"), more.get("norm"), more.get("scalar")
+    nan = float("nan")
+    codes = torch.zeros(plan.code_bytes, dtype=torch.uint8, device="cuda")
+    scales = torch.full((plan.n_scales,), nan, device="cuda")
+    flags = torch.zeros(plan.n_flags, dtype=torch.int32, device="cuda")
+    tickets = torch.zeros(plan.planes, dtype=torch.int32, device="cuda")
+    y = torch.full((n_tokens, plan.planes, n), nan, device="cuda")
+    for n_steps in (1, 2):
+        state = step_state(n_steps=n_steps)
+        residual = handed(torch.full((n_tokens, k), nan, device="cuda"), n_steps + 1)
+        given = None if delta is None else handed(delta, n_steps)
+        launch(
+            plan.activations, (n_tokens, plan.planes), handed(x, n_steps), given, *norms, residual, codes, scales,
+            flags, state,
+        )  # fmt: skip
+        by = None if factor is None else handed(factor, n_steps)
+        launch(plan.kernel, (plan.n_blocks, 1), *pointers, codes, scales, flags, y, tickets, state, by)
+    alone, residuals = torch.full_like(y, nan), torch.full_like(residual, nan)
+    for t in range(n_tokens):
+        out, kept = handed(torch.full_like(y[t], nan), 1), handed(residuals[t], 1)
+        launch(
+            plan_one.kernel, (plan_one.n_blocks, 1), *pointers, handed(x[t], 2),
+            None if delta is None else handed(delta[t], 2), *norms, kept, out, tickets, step_state(n_steps=2),
+            None if factor is None else handed(factor[t], 2),
+        )  # fmt: skip
+        alone[t], residuals[t] = taken(out, 2), taken(kept, 2) if fused.has_delta else kept
+    return taken(y, 2), alone, taken(residual, 2) if fused.has_delta else residual, residuals

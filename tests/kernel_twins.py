@@ -19,7 +19,9 @@ from bytefloor.engine import planner as planner_module
 from bytefloor.engine import prompt as prompt_module
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import KernelSpec
+from bytefloor.engine.launches import STORAGES
 from bytefloor.ops import OPS
+from bytefloor.ops.pages import page_shape
 from bytefloor.ops.round_to import round_to
 
 MULTIPROCESSORS = 5
@@ -31,6 +33,8 @@ class TwinDevice:
     def __init__(self) -> None:
         self.recording: list | None = None
         self.matrices: dict[int, Tensor] = {}
+        # What stands for codes and scales of several tokens, by where the codes lie.
+        self.activations: dict[int, Tensor] = {}
 
     def know(self, executor: DeviceExecutor) -> None:
         """What each packed matrix decodes to, gate and up by turns as they are packed."""
@@ -115,7 +119,8 @@ class TwinKernel:
         return self.device.matrices[packed.data_ptr()]
 
     def embed(self, table: Tensor, state: Tensor, out: Tensor) -> None:
-        out.copy_(self.matrix(table)[int(state[0])] * self.f("SCALE"))
+        tokens = state.view(-1, 3)[:, 0].long()
+        out.copy_((self.matrix(table)[tokens] * self.f("SCALE")).flatten())
 
     def highest(self, values: Tensor, maxima: Tensor, best: Tensor, places: Tensor, n: int) -> None:
         found, order = values.sort(descending=True, stable=True)
@@ -131,17 +136,43 @@ class TwinKernel:
         norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor, state: Tensor,
         factor: Tensor | None,
     ) -> None:  # fmt: skip
-        n = self.n("N")
         x = round_to(self._input(x_in, delta, post, norm, scalar, x_out), "int16_g32")
-        weights = [self.matrix(w)[: self._rows(i)] for i, w in enumerate((w0, w1, w2)) if w is not None]
+        self._multiply((w0, w1, w2), x, y, factor)
+
+    def activations(
+        self, x_in: Tensor, delta: Tensor | None, post: Tensor | None, norm: Tensor | None, scalar: Tensor | None,
+        x_out: Tensor | None, codes: Tensor, scales: Tensor, flags: Tensor, state: Tensor,
+    ) -> None:  # fmt: skip
+        n_tokens, k = self.n("TOKENS"), self.n("K_IN") * self.n("PARTS")
+        assert x_in.numel() == n_tokens * self.n("X_STRIDE")
+        assert codes.numel() == 2 * n_tokens * self.n("K") * self.n("PARTS")
+        assert flags.numel() == n_tokens * self.n("PARTS")
+        rows = []
+        for token in range(n_tokens):
+            own = None if delta is None else delta.view(n_tokens, self.n("DELTA_STRIDE"))[token]
+            kept = None if x_out is None else x_out.view(n_tokens, -1)[token]
+            rows.append(self._input(x_in.view(n_tokens, -1)[token, :k], own, post, norm, scalar, kept))
+        self.device.activations[codes.data_ptr()] = round_to(torch.stack(rows), "int16_g32")
+
+    def product_tokens(
+        self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, codes: Tensor, scales: Tensor, flags: Tensor, y: Tensor,
+        tickets: Tensor, state: Tensor, factor: Tensor | None,
+    ) -> None:  # fmt: skip
+        for token, x in enumerate(self.device.activations.pop(codes.data_ptr())):
+            assert y.stride(0) == self.n("Y_STRIDE")
+            assert factor is None or factor.stride(0) == self.n("FACTOR_STRIDE")
+            self._multiply((w0, w1, w2), x, y[token], None if factor is None else factor[token])
+
+    def _multiply(self, packed: Sequence[Tensor | None], x: Tensor, y: Tensor, factor: Tensor | None) -> None:
+        weights = [self.matrix(w)[: self._rows(i)] for i, w in enumerate(packed) if w is not None]
         result = torch.cat(weights) @ x
-        assert result.shape[0] == n
+        assert result.shape[0] == self.n("N")
         if self.n("GLU"):
             activation = {1: "silu", 2: "gelu_tanh"}[self.n("GLU")]
             pair = (result, factor) if self.n("FACTOR") else (result[0::2], result[1::2])
             y.copy_(OPS["glu"].reference(*pair, activation))
         else:
-            planes = y.view(self.n("PARTS"), n)
+            planes = y.view(self.n("PARTS"), self.n("N"))
             planes.zero_()
             planes[0] = result
 
@@ -160,21 +191,35 @@ class TwinKernel:
 
     def per_layer(self, projected: Tensor, weight: Tensor, table: Tensor, state: Tensor, out: Tensor) -> None:
         n_layers, width = self.n("L"), self.n("P")
-        planes = projected.view(self.n("PLANES"), -1)[:, : n_layers * width].sum(0) * self.f("PROJECTED_SCALE")
-        normed = OPS["rms_norm"].reference(planes.view(n_layers, width), self.f("EPS"), weight)
-        own = self.matrix(table)[int(state[0])].view(n_layers, width) * self.f("OWN_SCALE")
-        out.copy_(((normed + own) * self.f("SCALE")).flatten())
+        for token, row in enumerate(state.view(-1, 3)[:, 0].tolist()):
+            own_projected = projected.view(state.numel() // 3, self.n("PLANES"), -1)[token]
+            planes = own_projected[:, : n_layers * width].sum(0) * self.f("PROJECTED_SCALE")
+            normed = OPS["rms_norm"].reference(planes.view(n_layers, width), self.f("EPS"), weight)
+            own = self.matrix(table)[row].view(n_layers, width) * self.f("OWN_SCALE")
+            out.view(-1, n_layers * width)[token] = ((normed + own) * self.f("SCALE")).flatten()
 
     def attention(
         self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, frequencies: Tensor | None, cache: Tensor,
         table: Tensor, n_table: int, state: Tensor, parts: Tensor, sums: Tensor, call: int, n_calls: int, out: Tensor,
     ) -> None:  # fmt: skip
-        e, n_heads, j = self.n("E"), self.n("H"), self.n("J")
-        assert table.shape[0] == n_table
         assert 0 <= call < n_calls
-        assert cache.shape[2:] == (j, self.n("PAGE"), e)
+        n_tokens = state.numel() // 3
+        for token, (_, position, _) in enumerate(state.view(-1, 3)):
+            own_table = table.view(n_tokens, n_table)[token]
+            rows = qkv.view(n_tokens, -1)[token]
+            self._attend(
+                rows, q_weight, k_weight, frequencies, cache, own_table, position, out.view(n_tokens, -1)[token]
+            )
+
+    def _attend(self, qkv, q_weight, k_weight, frequencies, cache, table, position, out) -> None:
+        e, n_heads, j = self.n("E"), self.n("H"), self.n("J")
+        storage = {number: name for name, number in STORAGES.items()}[self.n("STORAGE")]
+        rotated, read_norm = self.n("ROTATED"), k_weight if self.n("ROTATED") else None
+        page, dtype = page_shape(storage, j, self.n("PAGE"), e, rotated)
+        assert cache.shape[1:] == page
+        assert cache.dtype == dtype
         heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
-        position = state[1:2].long()
+        position = position[None].long()
         first, rows = torch.zeros(1, dtype=torch.int64), table[None].long()
         q = self._turned(heads[:n_heads], q_weight, frequencies, position)
         if self.n("OWNS_KV"):
@@ -183,9 +228,11 @@ class TwinKernel:
             k = self._turned(k, k_weight, frequencies, position)
             if self.n("V_NORM"):
                 v = OPS["rms_norm"].reference(v, self.f("EPS"))
-            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, "bf16")
+            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, storage, rotated)
         window = self.n("WINDOW") or None
-        mixed = OPS["attention"].reference(q[None], position, first, rows, cache, self.f("SCALE"), window)
+        mixed = OPS["attention"].reference(
+            q[None], position, first, rows, cache, self.f("SCALE"), window, storage, rotated, read_norm
+        )
         out.copy_(mixed.flatten())
 
     def _turned(self, heads: Tensor, weight: Tensor | None, frequencies: Tensor | None, position: Tensor) -> Tensor:
@@ -200,10 +247,12 @@ class TwinKernel:
     def logits(
         self, y: Tensor, banned: Tensor, out: Tensor, bests: Tensor, counter: Tensor, state: Tensor, history: Tensor
     ) -> None:
-        values = y.view(self.n("PLANES"), self.n("ROWS")).sum(0)[: self.n("V")]
-        cap = self.f("CAP")
-        out.copy_(OPS["soft_cap"].reference(values, cap) if cap else values)
-        best = int(out.masked_fill(banned.bool(), float("-inf")).argmax())
-        history[int(state[1])] = best
-        state[0] = best
-        state[1:] += 1
+        n_tokens, cap = state.numel() // 3, self.f("CAP")
+        assert history.shape[-1] == self.n("HISTORY")
+        for token, own in enumerate(state.view(-1, 3)):
+            values = y.view(n_tokens, self.n("PLANES"), self.n("ROWS"))[token].sum(0)[: self.n("V")]
+            out.view(n_tokens, -1)[token] = OPS["soft_cap"].reference(values, cap) if cap else values
+            best = int(out.view(n_tokens, -1)[token].masked_fill(banned.bool(), float("-inf")).argmax())
+            history.view(n_tokens, -1)[token, int(own[1])] = best
+            own[0] = best
+            own[1:] += 1

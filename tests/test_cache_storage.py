@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind
+from bytefloor.ops.cache_write import page_ids
+from bytefloor.ops.cache_write import reference as cache_write
+from bytefloor.ops.pages import codes_and_scales, page_shape, page_size_of, values_of
 from bytefloor.ops.round_to import round_to
 
 MOST_KL = {
@@ -55,6 +59,44 @@ def test_a_scale_is_counted_for_each_head_and_position() -> None:
     kinds = {storage: CacheKind("kind", 4, 128, None, storage) for storage in ("float32", "bf16", "int8", "fp8")}
     found = {storage: kind.position_bytes for storage, kind in kinds.items()}
     assert found == {"float32": 4096, "bf16": 2048, "int8": 2 * 4 * 130, "fp8": 2 * 4 * 130}
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_pages_of_codes_hold_what_rounding_leaves(storage: str) -> None:
+    """Where rows were written, through a table; the scales behind the codes; nothing else is touched."""
+    page, e, j, table = 8, 16, 3, torch.tensor([[4, 1, 2]])
+    shape, dtype = page_shape(storage, j, page, e)
+    kind = CacheKind("kind", j, e, None, storage)
+    assert math.prod(shape) * dtype.itemsize == page * kind.position_bytes
+    cache = torch.full((6, *shape), 0xFF, dtype=dtype)
+    assert page_size_of(cache, e) == page
+    k, v = torch.randn(2, 21, j, e, generator=torch.Generator().manual_seed(1))
+    k[5, 1] = 0
+    slots, sequence = torch.arange(21), torch.zeros(21, dtype=torch.int64)
+    cache_write(k, v, slots, sequence, table, cache, storage)
+    found = values_of(cache, e, storage)
+    pages = page_ids(slots, table[sequence], page)
+    for half, x in enumerate((k, v)):
+        assert torch.equal(found[pages, half, :, slots % page], round_to(x, storage))
+    assert bool((cache[[0, 3, 5]] == 0xFF).all())
+    codes, scales = codes_and_scales(cache[4], e)
+    assert not codes[0, 1, 5].any()
+    assert scales[0, 1, 5] == 0
+    assert cache[4, 0, 0, page * e : page * e + 2].view(torch.bfloat16) == scales[0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_what_is_not_finite_is_a_scale_of_nan(storage: str, bad: float) -> None:
+    """Codes cannot say it, and zero shares times codes outside the band must stay zero."""
+    shape, dtype = page_shape(storage, 1, 8, 16)
+    cache, k = torch.zeros(2, *shape, dtype=dtype), torch.randn(1, 1, 16)
+    k[0, 0, 3] = bad
+    first = torch.zeros(1, dtype=torch.int64)
+    cache_write(k, torch.zeros_like(k), first, first, torch.tensor([[1]]), cache, storage)
+    assert bool(values_of(cache, 16, storage)[1, 0, 0, 0].isnan().all())
+    assert not codes_and_scales(cache, 16)[0][1, 0, 0, 0].any()
+    assert bool(round_to(k, storage).isnan().all())
 
 
 @pytest.fixture(scope="module", params=list(MOST_KL))

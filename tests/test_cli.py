@@ -127,6 +127,10 @@ def assert_refused(result: Result, message: str) -> None:
         ("run -p hi --repeat-penalty 0", "repetition_penalty = 0.0"),
         ("run -p hi -s -1", "seed = -1"),
         ("run -p hi --weights int3", "--weights int3: expected float32 or bf16"),
+        ("run -p hi --kv int4", "--kv int4: expected bf16, int8 or fp8"),
+        ("chat --kv q8_0", "--kv q8_0: expected bf16, int8 or fp8"),
+        ("bench --kv float32", "--kv float32: expected bf16, int8 or fp8"),
+        ("inspect --kv int4 no.gguf", "no.gguf: no such file or directory"),
         ("run -p hi -m no.gguf", "no.gguf: no such file or directory"),
         ("chat -m no.gguf", "no.gguf: no such file or directory"),
         ("inspect no.gguf", "no.gguf: no such file or directory"),
@@ -224,10 +228,21 @@ def test_the_answer_is_on_standard_output_and_the_rest_is_not(model: str) -> Non
     assert "[max_tokens 4] prompt " in result.stderr
     assert "answer 4 tokens" in result.stderr
     assert "seed 7" in result.stderr
-    assert result.stderr.startswith("note: weights 0.01 GB, cache 0.00 GB (512 positions), scratch 0.")
+    assert result.stderr.startswith("note: weights 0.01 GB, cache 0.00 GB (512 positions, float32), scratch 0.")
     assert "note: the model has no chat template" in result.stderr
     assert "no chat template" not in bytefloor("run", "-m", model, "-n", "4", "--raw", input="once upon").stderr
     assert "tok/s" not in result.stdout
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
+def test_the_cache_keeps_what_was_asked_for(model: str, kv: str) -> None:
+    """The reference executor rounds as the kernels do; what is kept is said before and behind, and in the object."""
+    result = bytefloor("run", "-m", model, "-p", "once upon", "-n", "4", "--temp", "0", "--kv", kv)
+    assert result.exit_code == 0
+    assert f"(512 positions, {kv} values in float32)" in result.stderr
+    assert f"context 512, cache {kv}; cpu" in result.stderr
+    assert json.loads(answer(model, "--json", "--kv", kv))["kv"] == kv
+    assert json.loads(answer(model, "--json"))["kv"] == "float32"
 
 
 def test_seeds_repeat_and_temperature_0_needs_none(model: str) -> None:
@@ -298,6 +313,10 @@ def test_inspect_says_the_same_in_both_forms(model: str) -> None:
     assert f"{body['token_bytes']:,} bytes" in table
     assert f"{body['floor_tok_s']:,.1f} tok/s" in table
     assert all(tensor["name"] in table for tensor in body["tensors"])
+    assert "cache bf16)" in table
+    smaller = json.loads(bytefloor("inspect", model, "--json", "-c", "100", "--kv", "int8").stdout)
+    assert (body["kv"], smaller["kv"]) == ("bf16", "int8")
+    assert body["cache_bytes"] / 2 < smaller["cache_bytes"] < body["cache_bytes"]
 
 
 def test_chat_through_a_pipe(chatty: str) -> None:

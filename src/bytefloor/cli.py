@@ -101,20 +101,29 @@ DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda."
 WeightsOption = Annotated[
     str, typer.Option("--weights", help="float32, or bf16: half the bytes a token reads, a little less exact.")
 ]
+KvOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        metavar="TYPE",
+        help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8.",
+    ),
+]
 ThinkingOption = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="Ask the template for thinking, where it knows of it.")
 ]
 SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
 
 
-def _settings(context: int | None, device: str, weights: str, **sampling: Any) -> tuple[Any, Any]:
+def _settings(context: int | None, device: str, weights: str, kv: str | None, **sampling: Any) -> tuple[Any, Any]:
     """EngineOptions and SamplingParams from flags."""
-    from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions
+    from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions, check_kv
     from bytefloor.engine.sampling_params import SamplingParams
 
     if weights not in WEIGHT_TYPES:
         raise RequestError(f"--weights {weights}: expected {' or '.join(WEIGHT_TYPES)}")
-    return EngineOptions(context=context, device=device, weights=weights), SamplingParams(**sampling)
+    check_kv(kv)
+    return EngineOptions(context=context, device=device, weights=weights, kv=kv), SamplingParams(**sampling)
 
 
 @app.command()
@@ -137,6 +146,7 @@ def run(
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
     logprobs: Annotated[int, typer.Option("--logprobs", help="With --json: the n best tokens at each place.")] = 0,
     weights: WeightsOption = "float32",
+    kv: KvOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Answer one prompt."""
@@ -147,7 +157,7 @@ def run(
         raise RequestError("--logprobs: only --json shows them; add it")
     text = read_prompt(prompt, file)
     options, sampling = _settings(
-        context, device, weights, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
+        context, device, weights, kv, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
     )  # fmt: skip
     asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output)
@@ -170,6 +180,7 @@ def chat(
     thinking: ThinkingOption = None,
     hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show reasoning.")] = False,
     weights: WeightsOption = "float32",
+    kv: KvOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Talk with a model, turn by turn; /help inside lists the commands."""
@@ -177,7 +188,7 @@ def chat(
         from bytefloor.tools.chat import ChatOptions, converse
 
     options, sampling = _settings(
-        context, device, weights, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
+        context, device, weights, kv, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repeat_penalty, seed=seed,
     )  # fmt: skip
     converse(model, options, ChatOptions(sampling, tokens, tuple(stop or ()), system, thinking, not hide_thinking))
@@ -188,6 +199,7 @@ def inspect(
     model: Annotated[str | None, typer.Argument(help="A file, a directory, or a pulled name.")] = None,
     model_option: ModelOption = None,
     context: ContextOption = None,
+    kv: KvOption = None,
     gb_s: Annotated[float, typer.Option("--gb-s", help="Memory bandwidth to compute the floor for.")] = 1000.0,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
@@ -203,7 +215,7 @@ def inspect(
         raise RequestError(f"--gb-s {gb_s}: expected a bandwidth above 0")
     if model is not None and model_option is not None:
         raise RequestError(f"both {model} and -m {model_option} were given; one of them is enough")
-    report = make_report(open_checkpoint(find_model(model if model is not None else model_option)), context)
+    report = make_report(open_checkpoint(find_model(model if model is not None else model_option)), context, kv)
     if json_output:
         print_json(report, gb_s)
     else:
@@ -228,8 +240,10 @@ def bench(
     prompts: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths, by commas; empty for none.")] = "512",
     tokens: Annotated[int, typer.Option("-n", "--tokens", help="Tokens of a measurement.")] = 128,
     depths: Annotated[str, typer.Option("-d", "--depth", help="Positions in the cache before it, by commas.")] = "0",
+    batches: Annotated[str, typer.Option("-b", "--batch", help="Sequences that decode together, by commas.")] = "1",
     repeats: RepeatsOption = 5,
     context: ContextOption = None,
+    kv: KvOption = None,
     output: OutputOption = "md",
     save: SaveOption = None,
     device: DeviceOption = "auto",
@@ -246,7 +260,8 @@ def bench(
     if tokens < 1:
         raise RequestError(f"-n {tokens}: expected at least 1")
     options = BenchOptions(
-        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context
+        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context, kv,
+        _sizes("-b", batches, 1),
     )  # fmt: skip
     names: list[str | None] = [*(model or ())] or [None]
     _write_rows((row for name in names for row in measure(name, options)), output, save)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +45,8 @@ SHAPES = {
 IDS = torch.randint(0, 270, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 TIES = 1e-2
 """What keys and values at the border of two bf16 values may do to logits."""
+CODE_TIES = 5e-2
+"""The same of two codes of eight bits."""
 Make = Callable[..., DeviceExecutor]
 
 
@@ -94,6 +95,26 @@ def test_rows_one_by_one_equal_the_reference_that_rounds_alike(make: Make, step:
     for chunk in (1, MOST_ROWS_ONE_BY_ONE):
         executor.poison()
         assert difference(rows_of(executor, IDS, chunk), expected) < TIES
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_caches_of_codes_equal_the_reference_that_rounds_alike(make: Make, family: str, storage: str) -> None:
+    """Rows by the graph, rows as a prompt, and both by turns: one layout of pages."""
+    model = load_model(checkpoint_of(family, SHAPES[family], "Q4_K_M", "cpu"))
+    step = build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=storage))
+    expected, executor = reference_logits(step, IDS), make(step)
+    assert {pool.dtype for pool in executor.pools.values()} == {torch.uint8}
+    assert executor.cache_bytes() == sum(pool.nbytes for pool in executor.pools.values())
+    for chunk in (1, MOST_ROWS_ONE_BY_ONE, MOST_ROWS_ONE_BY_ONE + 1, 64, 70):
+        executor.poison()
+        assert difference(rows_of(executor, IDS, chunk), expected) < CODE_TIES
+
+
+def test_a_cache_that_no_kernel_reads_is_refused(make: Make) -> None:
+    model = load_model(checkpoint_of("llama", SHAPES["llama"], "Q4_K_M", "cpu"))
+    with pytest.raises(UnsupportedError, match=r"cache of one of bf16, int8, fp8; .*float32"):
+        make(build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache="float32")))
 
 
 def test_per_layer_inputs_may_be_narrower_than_a_record(make: Make) -> None:
@@ -158,14 +179,7 @@ def test_launches_pass_as_many_arguments_as_kernels_take(make: Make, step: Step)
         assert len(launch.arguments) == len(signature[1].split(",")), launch.kernel.name
 
 
-def test_several_sequences_and_models_without_kernels_are_refused(make: Make, step: Step, tmp_path: Path) -> None:
-    executor = make(step)
-    batch = Batch()
-    for _ in range(2):
-        cache = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds))
-        cache.append_rows(batch, [5], [0])
-    with pytest.raises(UnsupportedError, match="one sequence at a time"):
-        executor.run(batch)
+def test_models_without_kernels_are_refused(make: Make, step: Step) -> None:
     odd = replace(step, calls=tuple(call for call in step.calls if call.op.name != "add"))
     with pytest.raises(UnsupportedError, match="where the one-row list expects"):
         make(odd)

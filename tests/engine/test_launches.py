@@ -15,11 +15,13 @@ from bytefloor.engine.kernels import KernelSpec, compile_kernel, spec
 from bytefloor.engine.launches import (
     RESERVED_BYTES,
     Card,
+    Rows,
     Segment,
     count_parts,
     plan_attention,
     plan_product,
 )
+from bytefloor.engine.stream_limit import read_spec
 from bytefloor.errors import KernelError, UnsupportedError
 from bytefloor.formats import stream
 from bytefloor.model.fuse import FusedAttention, FusedProduct
@@ -80,7 +82,9 @@ def of_format(card: Card, name: str, k: int) -> KernelSpec:
     return plan_product(product(("BF16", 4096), k=k, norm=True), [segment], k, 2, 1e-6, card).kernel
 
 
-def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = None) -> KernelSpec:
+def attention(
+    card: Card, e: int, n_heads: int, j: int, window: int | None = None, storage: str = "bf16", rotated: int = 0
+) -> KernelSpec:
     fused = FusedAttention(
         "test",
         call("attention", scale=1.0, H=n_heads),
@@ -88,7 +92,7 @@ def attention(card: Card, e: int, n_heads: int, j: int, window: int | None = Non
         call("rms_norm", eps=1e-6),
         None,
         call("rope", style="split", inverse_frequencies=()),
-        CacheLayer(CacheKind("kind", j, e, window, "bf16"), 0),
+        CacheLayer(CacheKind("kind", j, e, window, storage, rotated), 0),
         True,
         False,
         (),
@@ -115,8 +119,18 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "attention 128": lambda card: attention(card, 128, 32, 8),
     "attention 256": lambda card: attention(card, 256, 16, 8, 1024),
     "attention 512": lambda card: attention(card, 512, 16, 1),
+    "attention of values": lambda card: attention(card, 512, 16, 1, None, "bf16", 128),
+    "attention int8 64": lambda card: attention(card, 64, 9, 3, None, "int8"),
+    "attention int8 80": lambda card: attention(card, 80, 8, 8, None, "int8"),
+    "attention int8 128": lambda card: attention(card, 128, 32, 8, None, "int8"),
+    "attention int8 256": lambda card: attention(card, 256, 16, 8, 1024, "int8"),
+    "attention int8 512": lambda card: attention(card, 512, 16, 1, None, "int8"),
+    "attention fp8 96": lambda card: attention(card, 96, 8, 4, None, "fp8"),
+    "attention fp8 128": lambda card: attention(card, 128, 32, 8, None, "fp8"),
+    "attention fp8 256": lambda card: attention(card, 256, 16, 8, 1024, "fp8"),
+    "attention fp8 512": lambda card: attention(card, 512, 16, 1, None, "fp8"),
     "embed": lambda card: spec("embed", 128, FORM="Q6_K", D=3840, V=262144, SCALE=61.9),
-    "logits": lambda card: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128),
+    "logits": lambda card: spec("logits", 256, V=262144, ROWS=262144, PLANES=2, CAP=30.0, BLOCKS=128, HISTORY=4097),
     "gemma4 E4B gate": lambda card: gate(card, ("Q4_K", 256), k=2560),
     "per layer": lambda card: spec(
         "per_layer",
@@ -146,10 +160,34 @@ REPRESENTATIVE: dict[str, Callable[[Card], KernelSpec]] = {
     "mxfp8": lambda card: of_format(card, "mlx-mxfp8", 4096),
     "unpack": lambda card: spec("unpack", 256, FORM="Q5_K", K=512),
     "unpack affine": lambda card: spec("unpack", 256, FORM="Affine<4, 4, 64, true>", K=512),
-    "read": lambda card: spec("read", 512, THREADS=512),
+    "read": lambda card: read_spec(),
     "highest": lambda card: highest_specs(262144)[torch.float32],
     "highest float64": lambda card: highest_specs(151669)[torch.float64],
 }
+
+SEVERAL = {
+    "gate and up": (("Q4_K", 30720), 3840, True),
+    "down": (("Q6_K", 3840), 15360, False),
+    "mlx": (("affine-4b-g64", 4096), 4096, True),
+    "fp4": (("FP4-E2M1-g128", 4096), 3840, True),
+    "q8_0": (("Q8_0", 4096), 3840, True),
+    "bf16": (("BF16", 3840), 4096, False),
+}
+
+
+def several(card: Card, name: str, n_tokens: int) -> tuple[KernelSpec, KernelSpec]:
+    """The kernels of a product of several tokens, and the one of a single token beside it must be split alike."""
+    segment, k, has_norm = SEVERAL[name]
+    form = Segment(stream.choose(*segment, k, torch.bfloat16), segment[1])
+    fused = product(("BF16", segment[1]), k=k, norm=has_norm, glu="silu" if name == "gate and up" else None)
+    planes = 2 if has_norm else 0
+    rows = Rows(n_tokens, k, planes * k, 0, segment[1])
+    found = plan_product(fused, [form], k, planes, 1e-6, card, rows)
+    alone = plan_product(fused, [form], k, planes, 1e-6, card)
+    assert (found.planes, found.n_blocks) == (alone.planes, alone.n_blocks)
+    assert found.activations is not None
+    return found.kernel, found.activations
+
 
 PRODUCTS = [name for name in REPRESENTATIVE if REPRESENTATIVE[name](H200).name == "product"]
 
@@ -159,6 +197,24 @@ PRODUCTS = [name for name in REPRESENTATIVE if REPRESENTATIVE[name](H200).name =
 def test_every_kernel_compiles_for_every_architecture_without_spills(name: str, architecture: str) -> None:
     pytest.importorskip("cuda.core")
     check_compiled(REPRESENTATIVE[name](CARDS[architecture]), architecture)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("n_tokens", [4, 8, 16])
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_products_of_several_tokens_compile(name: str, n_tokens: int, architecture: str) -> None:
+    """Some spill a little: as many warps as there are count for more. Where codes have no room that is said."""
+    pytest.importorskip("cuda.core")
+    if architecture == "sm_80" and n_tokens == 16 and name != "bf16":  # which is split in two
+        with pytest.raises(UnsupportedError, match="of 16 tokens leaves no room"):
+            several(CARDS[architecture], name, n_tokens)
+        return
+    for kernel in several(CARDS[architecture], name, n_tokens):
+        report = compile_kernel(kernel, architecture)[1]
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report)]
+        assert spilled
+        assert max(spilled) <= 100
+        assert kernel.shared_bytes + RESERVED_BYTES <= CARDS[architecture].multiprocessor_bytes
 
 
 @pytest.mark.parametrize("name", ["gemma4 12B qkv", "gemma4 12B down", "q8_0 head", "attention 256"])
@@ -199,6 +255,18 @@ def test_attention_fits_beside_a_product(name: str) -> None:
     assert attention.threads == 256
     for other in ("gemma4 12B qkv", "gemma4 12B down"):
         assert quarter(attention) + quarter(REPRESENTATIVE[other](H200)) <= REGISTERS // 4
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize(("e", "n_heads", "j"), [(64, 9, 3), (80, 8, 8), (128, 32, 8), (256, 16, 8), (512, 16, 1)])
+def test_tiles_of_codes_hold_more_positions_in_as_many_bytes(e: int, n_heads: int, j: int, storage: str) -> None:
+    """So as many bytes are under way; and a short band is cut as that of bf16 is, where tiles allow."""
+    plain, codes = (dict(attention(H200, e, n_heads, j, None, kv).defines) for kv in ("bf16", storage))
+    positions = [int(d["TILE"]) * int(d["STAGES"]) for d in (plain, codes)]
+    assert positions[0] * 1.5 <= positions[1] <= positions[0] * 2
+    least = [int(d["TILE"]) * int(d["MIN_TILES"]) for d in (plain, codes)]
+    assert least[0] <= least[1] <= least[0] * 1.5
+    assert PLAN.page_size % int(codes["TILE"]) == 0
 
 
 @pytest.mark.parametrize(("k", "planes"), [(1004, 1), (1000, 3)])

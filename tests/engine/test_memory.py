@@ -33,7 +33,7 @@ from live_bytes import LiveBytes
 from tiny import build_tiny
 
 CPU = torch.device("cpu")
-PLAN = MemoryPlan(CPU, 7_520_000_000, 1_230_000_000, 610_000_000, 8192)
+PLAN = MemoryPlan(CPU, 7_520_000_000, 1_230_000_000, 610_000_000, 8192, "int8")
 LLAMA = Shape("llama", 256, 512, 2, 8, 2, 64, 4096, 4096, False, {"rope.freq_base": 1e4})
 GEMMA = Shape(
     "gemma4", 256, 512, 4, 4, 2, 64, 1024, 4096, True,
@@ -61,7 +61,7 @@ def test_the_plan_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "available_bytes", lambda device: 150_100_000_000)
     notes = Notes()
     check_memory(PLAN, notes, "")
-    assert notes.said == ["weights 7.52 GB, cache 1.23 GB (8192 positions), scratch 0.61 GB: 9.36 of 150.10 GB"]
+    assert notes.said == ["weights 7.52 GB, cache 1.23 GB (8192 positions, int8), scratch 0.61 GB: 9.36 of 150.10 GB"]
 
 
 def test_what_does_not_fit_is_refused_with_every_number_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused_with_every_number_and_only_then(monkeypatc
     with pytest.raises(CapacityError) as caught:
         check_memory(PLAN, notes, "less needs less")
     assert str(caught.value) == (
-        "does not fit on cpu: weights 7.52 GB, cache 1.23 GB (8192 positions), scratch 0.61 GB need 9.36 GB, "
+        "does not fit on cpu: weights 7.52 GB, cache 1.23 GB (8192 positions, int8), scratch 0.61 GB need 9.36 GB, "
         "9.36 GB available; less needs less"
     )
     assert notes.said == []
@@ -169,16 +169,17 @@ def planned_scratch(step: Step, plan: CachePlan) -> tuple[int, int, int]:
     return plans[0].weights, plans[0].cache, plans[0].scratch
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32), (64, 32)])
 def test_a_prompt_on_the_device_takes_what_was_planned(
-    twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int
+    twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int, kv: str
 ) -> None:
     """No more than the plan, and no less than half of it."""
     # A twin holds each matrix once more; what is in one does not matter here.
     monkeypatch.setattr(TwinKernel, "unpack", lambda self, packed, rows, first, step, n, out: out.fill_(0.1))
-    model = model_of(name)
-    step, plan = build_step(model.config, model.weights, DEVICE_ROUNDING), CachePlan(n, chunk)
+    model, rounding = model_of(name), replace(DEVICE_ROUNDING, cache=kv)
+    step, plan = build_step(model.config, model.weights, rounding), CachePlan(n, chunk)
     executor = DeviceExecutor(step, plan, device="cpu")
     planned = prompt_bytes(step, plan, CPU)
     with LiveBytes() as live:

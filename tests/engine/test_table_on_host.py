@@ -24,7 +24,7 @@ from device_rows import rows_of, step_of
 from kernel_twins import TwinDevice
 
 GB = 10**9
-PLAN = MemoryPlan(torch.device("cpu"), 5 * GB, 1 * GB, 1 * GB, 8192, table=3 * GB)
+PLAN = MemoryPlan(torch.device("cpu"), 5 * GB, 1 * GB, 1 * GB, 8192, "bf16", table=3 * GB)
 E_MODEL = Shape(
     "gemma4", 256, 512, 4, 4, 2, 64, 283, 4096, True,
     {"attention.sliding_window": 40, "final_logit_softcapping": 30.0}, 2, 2, 128, True, 2, 64,
@@ -64,8 +64,8 @@ def test_what_fits_nowhere_is_refused_with_every_number(monkeypatch: pytest.Monk
     """On the device even without the table; on the host, where pinning three takes four."""
     set_room(monkeypatch, 4 * GB - 1)
     words = (
-        "does not fit on cpu: weights 2.00 GB, cache 1.00 GB (8192 positions), scratch 1.00 GB need 4.00 GB, 4.00 GB "
-        "available; per-layer embeddings: 3.00 GB in pinned host memory; shorter"
+        "does not fit on cpu: weights 2.00 GB, cache 1.00 GB (8192 positions, bf16), scratch 1.00 GB need 4.00 GB, "
+        "4.00 GB available; per-layer embeddings: 3.00 GB in pinned host memory; shorter"
     )
     with pytest.raises(CapacityError, match=f"^{re.escape(words)}$"):
         check_memory(place_table(PLAN), Silent(), "shorter")

@@ -43,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("warp")
-    text = "".join((SOURCES / header).read_text() for header in FORMS)
+    text = "".join((SOURCES / header).read_text() for header in (*FORMS, "stream_tokens.cuh"))
     assert '#include "tensor_core.cuh"\n' in text
     for include in ('#include "tensor_core.cuh"\n', "#include <cuda_fp16.h>\n", "#pragma once\n"):
         text = text.replace(include, "")
@@ -136,27 +136,52 @@ def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: i
     assert np.array_equal(np.concatenate(list(found), axis=1).view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize(("name", "k"), CASES)
-def test_a_warps_dot_products_are_right(library: ctypes.CDLL, name: str, k: int) -> None:
-    """Four lanes together have rows g and g + 8; the sums of codes serve minimums and offsets."""
-    form, parts = forms_of(name)[k], random_parts(name, k)
-    generator = np.random.default_rng(k)
+def random_activations(k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(values float64 [k], codes int8 [k / 32, 2, 32], scales float32 [k / 32, 4]) of one token."""
+    generator = np.random.default_rng(seed)
     codes = generator.integers(-32512, 32513, k)
     scale = generator.random(k // 32).astype(np.float32)
     high = (codes + 128) >> 8
     planes = np.stack((high, codes - 256 * high)).astype(np.int8).reshape(2, -1, 32)
-    laid_out = np.ascontiguousarray(planes.transpose(1, 0, 2))
     halves = codes.reshape(-1, 2, 16).sum(2)
     sums = np.stack((np.ones_like(halves[:, 0]), halves[:, 0], halves[:, 1], halves.sum(1)), axis=1)
     scales = np.ascontiguousarray((sums * scale[:, None]).astype(np.float32))
+    return codes * np.repeat(scale, 32).astype(np.float64), np.ascontiguousarray(planes.transpose(1, 0, 2)), scales
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_a_warps_dot_products_are_right(library: ctypes.CDLL, name: str, k: int) -> None:
+    """Four lanes together have rows g and g + 8; the sums of codes serve minimums and offsets."""
+    form, parts = forms_of(name)[k], random_parts(name, k)
+    x, codes, scales = random_activations(k, k)
     rows = np.zeros(16)
     for i, record in enumerate(form.pack(as_packed(name, parts)).numpy()[0]):
         out = np.empty((8, 4, 2), np.float32)
         dot = library[f"dot_{symbol(form)}"]
-        n_bytes = dot(pointer(record), pointer(laid_out), pointer(scales), i * form.columns, pointer(out))
+        n_bytes = dot(pointer(record), pointer(codes), pointer(scales), i * form.columns, pointer(out))
         assert n_bytes == form.record_bytes
         rows += out.astype(np.float64).sum(1).T.reshape(16)
-    x = codes * np.repeat(scale, 32).astype(np.float64)
     dense = get(name).decode(parts).double().numpy()
     error = np.abs(rows - dense @ x) / (np.abs(dense) @ np.abs(x))
     assert error.max() < 2e-6
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_eight_tokens_get_the_bits_that_each_gets_alone(library: ctypes.CDLL, name: str, k: int) -> None:
+    """K05: lanes of one token are added by pairs, (0 + 1) + (2 + 3), as the kernel of one row adds them."""
+    form = forms_of(name)[k]
+    tokens = [random_activations(k, seed) for seed in range(8)]
+    codes = np.ascontiguousarray(np.stack([t[1] for t in tokens], axis=1))
+    scales = np.ascontiguousarray(np.stack([t[2] for t in tokens], axis=1))
+    for i, record in enumerate(form.pack(as_packed(name, random_parts(name, k))).numpy()[0]):
+        together = np.empty((8, 4, 2, 2), np.float32)  # g, token of a quad, quad, row
+        library[f"tokens_{symbol(form)}"](
+            pointer(record), pointer(codes), pointer(scales), i * form.columns, pointer(together)
+        )
+        for token, (_, own_codes, own_scales) in enumerate(tokens):
+            out = np.empty((8, 4, 2), np.float32)
+            dot = library[f"dot_{symbol(form)}"]
+            dot(pointer(record), pointer(own_codes), pointer(own_scales), i * form.columns, pointer(out))
+            alone = (out[:, 0] + out[:, 1]) + (out[:, 2] + out[:, 3])
+            found = together[:, token % 4, token // 4]
+            assert np.array_equal(found.view(np.int32), alone.view(np.int32))

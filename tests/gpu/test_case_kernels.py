@@ -28,7 +28,8 @@ from device_kernels import (
     step_state,
     taken,
 )
-from gpu.test_kernels import TIGHT, check_attention
+from gpu.test_attention import check_attention
+from gpu.test_kernels import TIGHT
 
 SECOND_SCALES = {
     "NVFP4": ("scale", 0.01),
@@ -116,8 +117,8 @@ def test_a_window_counts_the_row_itself(window: int) -> None:
         assert (taken(out, n_steps) - expected).abs().max().item() < 1e-3 * max(1.0, expected), position
 
 
-@pytest.mark.parametrize("position", [70, 300])
+@pytest.mark.parametrize(("position", "storage"), [(70, "bf16"), (300, "bf16"), (300, "int8")])
 @pytest.mark.parametrize("head_size", [16, 32, 48, 64, 80, 96, 128, 256, 512])
-def test_sixteen_query_heads_share_one_key_head(head_size: int, position: int) -> None:
+def test_sixteen_query_heads_share_one_key_head(head_size: int, position: int, storage: str) -> None:
     """R08: every head size that is not refused."""
-    check_attention(head_size, 16, 1, None, position, False, "split")
+    check_attention(head_size, 16, 1, None, position, False, "split", storage=storage)

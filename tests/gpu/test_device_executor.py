@@ -38,9 +38,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-def step_of(name: str, mixture: str = "Q4_K_M") -> Step:
+def step_of(name: str, mixture: str = "Q4_K_M", storage: str = "bf16") -> Step:
     model = load_model(checkpoint_of(name, SHAPES[name], mixture, "cuda"))
-    return build_step(model.config, model.weights, DEVICE_ROUNDING)
+    return build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=storage))
 
 
 @pytest.fixture(scope="module", params=[(name, m) for name in SHAPES for m in ("Q4_K_M", "BF16")], ids=str)
@@ -91,6 +91,34 @@ def test_logits_agree_with_the_reference_that_rounds_alike(name: str) -> None:
     error = ((found - rounded).norm() / rounded.norm()).item()
     assert 0 < error < max(cost, 1e-3)
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_caches_of_codes_agree_with_the_reference_that_rounds_alike(name: str, storage: str) -> None:
+    """Replayed and launched, bit for bit; rows one by one, and a prompt with rows by the graph behind it."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    step = step_of(name, storage=storage)
+    ids = torch.randint(0, 300, (140,), generator=torch.Generator().manual_seed(1)).tolist()
+    executor = DeviceExecutor(step, CachePlan(256, 128))
+    executor.poison()
+    found = one_by_one(executor, ids)
+    executor.poison()
+    assert torch.equal(one_by_one(executor, ids, is_eager=True), found)
+    rounded, exact = (reference_logits(step, ids, rounds) for rounds in (True, False))
+    cost = ((rounded - exact).norm() / exact.norm()).item()
+    assert 0 < ((found - rounded).norm() / rounded.norm()).item() < max(cost, 1e-2)
+    executor.poison()
+    cache, batch = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds)), Batch()
+    cache.append_rows(batch, ids[:120], range(120))
+    rows = [*executor.run(batch)]
+    cache.commit(120)
+    for token in ids[120:]:
+        batch = Batch()
+        cache.append_rows(batch, [token], [0])
+        rows.append(executor.run(batch)[0])
+        cache.commit(1)
+    assert ((torch.stack(rows) - rounded).norm() / rounded.norm()).item() < max(cost, 2e-2)
 
 
 @pytest.mark.parametrize("word", ["attn_v", "attn_k"])

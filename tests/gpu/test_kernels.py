@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import spec
-from bytefloor.engine.launches import Card, plan_attention
 from bytefloor.formats import get, lookups, stream
-from bytefloor.model.fuse import FusedAttention, FusedProduct
-from bytefloor.model.step import CacheKind, CacheLayer, OpCall
+from bytefloor.model.fuse import FusedProduct
+from bytefloor.model.step import OpCall
 from bytefloor.ops import OPS
 from bytefloor.ops.round_to import round_to
 from device_kernels import (
@@ -34,8 +29,6 @@ K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 LEGACY = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16")
 AFFINE = [f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)]
 TIGHT = 2e-5
-SPLIT = 5e-5
-"""Queries and shares are split in two bf16: 16 bits, of scores that are tens."""
 
 
 @pytest.mark.parametrize("k", [256, 1024])
@@ -215,144 +208,6 @@ def test_per_layer_inputs_equal_float64(n_layers: int, width: int, kind: str) ->
     rows = projected.double().sum(0).view(n_layers, width) * 0.1
     expected = (rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() + own) * 0.5**0.5
     assert relative_error(taken(out).view(n_layers, width), expected) < TIGHT
-
-
-ATTENTION_CASES = [
-    # head size, query heads, kv heads, window, position, V from K, RoPE
-    *[(e, 4, 2, None, 70, False, "split") for e in (64, 80, 96, 128, 256, 512)],
-    *[(64, h, 1, None, 33, False, "interleaved") for h in (1, 2, 3, 5, 7, 8, 16)],
-    *[(128, 8, 2, None, p, False, "split") for p in (0, 1, 31, 32, 62, 63, 64, 65, 127, 128, 190, 191, 192, 383, 700)],
-    *[(256, 4, 2, 100, p, False, "split") for p in (0, 98, 99, 100, 127, 128, 163, 164, 500, 640)],
-    *[(256, 4, 2, 300, p, False, "split") for p in (191, 192, 223, 224, 298, 299, 300, 319, 320, 511, 512, 640)],
-    *[(512, 16, 1, None, p, True, "split") for p in (175, 191, 192, 207)],
-    (512, 16, 1, None, 300, True, "split"),
-    (256, 2, 1, 16, 77, False, None),
-]
-LONG_CASES = [(e, 4, 2, None, 9001, False, "split") for e in (64, 128, 256, 512)] + [
-    (128, 4, 2, 5000, 9001, False, "split"),
-    (256, 16, 8, 1024, 9001, False, "split"),
-    (512, 16, 1, None, 9001, True, "split"),
-    (64, 9, 3, None, 4000, False, "interleaved"),
-]
-
-
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_attention_equals_float64(case: tuple) -> None:
-    """S02, N02, N04, R08: tile and window edges, ring wrap, every head size and group; NaN outside the live band."""
-    check_attention(*case)
-
-
-@pytest.mark.parametrize("n_multiprocessors", [4, 132])
-@pytest.mark.parametrize("case", LONG_CASES, ids=str)
-def test_attention_over_several_tiles_a_run_equals_float64(case: tuple, n_multiprocessors: int) -> None:
-    """F03: many runs and few, so that each goes over many tiles, the maximum moving from tile to tile."""
-    check_attention(*case, capacity=16384, n_multiprocessors=n_multiprocessors)
-
-
-def check_attention(
-    e: int,
-    n_heads: int,
-    j: int,
-    window: int | None,
-    position: int,
-    has_v_from_k: bool,
-    style: str | None,
-    capacity: int = 1024,
-    n_multiprocessors: int = 132,
-) -> None:
-    generator = torch.Generator("cuda").manual_seed(position * 1000 + e)
-    plan = CachePlan(capacity, chunk=64)
-    kind = CacheKind("kind", j, e, window, "bf16")
-    frequencies = tuple(0.0 if i % 5 == 4 else 10000.0 ** (-2 * i / e) for i in range(e // 2))
-    rope = OpCall(OPS["rope"], "test", {}, {"style": style, "inverse_frequencies": frequencies}, None, {})
-    norm = norm_call()
-    attention = OpCall(OPS["attention"], "test", {}, {"scale": 0.3}, None, {"H": n_heads})
-    fused = FusedAttention(
-        "test", attention, norm, norm, norm, rope if style else None, CacheLayer(kind, 0), True, has_v_from_k, ()
-    )
-    launched = plan_attention(fused, n_heads, 2, 1e-6, plan, Card(n_multiprocessors))
-    n_table, page = plan.n_table(kind), plan.page_size
-    table = torch.randperm(n_table, generator=torch.Generator().manual_seed(e)).to(torch.int32) + 1
-    cache = torch.full((n_table + 2, 2, j, page, e), float("nan"), dtype=torch.bfloat16, device="cuda")
-    first = 0 if window is None else max(0, position - window + 1)
-    old = torch.randn(2, position, j, e, generator=generator, device="cuda").bfloat16()
-    for p in range(first, position):
-        cache[int(table[(p // page) % n_table]), :, :, p % page] = old[:, p]
-    rows = (n_heads + j + (0 if has_v_from_k else j)) * e
-    qkv = torch.randn(2, rows, generator=generator, device="cuda")
-    q_weight, k_weight = torch.randn(2, e, generator=generator, device="cuda")
-    weights = [torch.tensor(frequencies, dtype=torch.float64, device="cuda"), cache, table.cuda(), n_table]
-    parts = torch.zeros(launched.n_parts, dtype=torch.int64, device="cuda")
-    sums = torch.zeros(launched.n_sums, dtype=torch.int64, device="cuda")
-    out = torch.full((n_heads * e,), float("nan"), device="cuda")
-    found = []
-    for n_steps in (1, 2):  # either parity, over what the other left
-        launch(
-            launched.kernel, (launched.n_head_groups, launched.max_runs), handed(qkv, n_steps), q_weight, k_weight,
-            *weights, step_state(0, position, n_steps), parts, sums, 3, 7, out,
-        )  # fmt: skip
-        found.append(taken(out, n_steps))
-    assert torch.equal(*found)
-    heads = qkv.double().sum(0).view(-1, e)
-    q, k = heads[:n_heads], heads[n_heads : n_heads + j]
-    v = k if has_v_from_k else heads[n_heads + j :]
-    turn = rope_of(style, frequencies, position)
-    q = turn(head_norm(q) * q_weight.double()) * 0.3
-    k = turn(head_norm(k) * k_weight.double()).float().bfloat16().double()
-    v = head_norm(v).float().bfloat16().double()
-    written = cache[int(table[(position // page) % n_table]), :, :, position % page].double()
-    # A key at the border of two bf16 values may take either.
-    assert relative_error(written, torch.stack((k, v))) < 2e-3
-    keys = torch.cat((old[0, first:].double(), written[None, 0]))
-    values = torch.cat((old[1, first:].double(), written[None, 1]))
-    group = n_heads // j
-    expected = torch.empty(n_heads, e, dtype=torch.float64, device="cuda")
-    for h in range(n_heads):
-        shares = (keys[:, h // group] @ q[h]).softmax(0)
-        expected[h] = shares @ values[:, h // group]
-    assert relative_error(found[0].view(n_heads, e), expected) < SPLIT
-
-
-def head_norm(x: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-
-def rope_of(style: str | None, frequencies: tuple[float, ...], position: int) -> Callable[[Tensor], Tensor]:
-    def turn(x: Tensor) -> Tensor:
-        if style is None:
-            return x
-        positions = torch.full((x.shape[0],), position, device=x.device)
-        return OPS["rope"].reference(x[:, None], positions, style, frequencies)[:, 0]
-
-    return turn
-
-
-def test_rope_is_right_far_out() -> None:
-    """N08: at position 100,000 angles are right to far less than 0.001, which a float32 angle is not.
-
-    Every frequency is chosen to end a whole number of turns and 0.001 on; the unit pair (1, 0) then has sine 0.001.
-    """
-    e, position = 64, 100_003
-    plan = CachePlan(capacity=131072, chunk=64)
-    kind = CacheKind("kind", 1, e, 16, "bf16")
-    frequencies = tuple((2 * math.pi * (101 + 977 * i) + 1e-3) / position for i in range(e // 2))
-    rope = OpCall(OPS["rope"], "test", {}, {"style": "split", "inverse_frequencies": frequencies}, None, {})
-    attention = OpCall(OPS["attention"], "test", {}, {"scale": 1.0}, None, {"H": 1})
-    fused = FusedAttention("test", attention, None, None, None, rope, CacheLayer(kind, 0), True, False, ())
-    launched = plan_attention(fused, 1, 1, 1e-6, plan, Card(132))
-    n_table = plan.n_table(kind)
-    cache = torch.zeros(n_table + 1, 2, 1, plan.page_size, e, dtype=torch.bfloat16, device="cuda")
-    table = torch.arange(1, n_table + 1, dtype=torch.int32, device="cuda")
-    qkv = torch.zeros(1, 3 * e, device="cuda")
-    qkv[:, : 2 * e].view(1, 2, 2, -1)[:, :, 0] = 1.0
-    parts = torch.zeros(launched.n_parts + launched.n_sums, dtype=torch.int64, device="cuda")
-    launch(
-        launched.kernel, (1, launched.max_runs), handed(qkv), None, None,
-        torch.tensor(frequencies, dtype=torch.float64, device="cuda"), cache, table, n_table, step_state(0, position),
-        parts, parts[launched.n_parts :], 0, 1, torch.zeros(e, device="cuda"),
-    )  # fmt: skip
-    found = cache[int(table[(position // plan.page_size) % n_table]), 0, 0, position % plan.page_size]
-    assert relative_error(found[e // 2 :], torch.full((e // 2,), 1e-3, dtype=torch.float64, device="cuda")) < 4e-3
 
 
 def run_logits(values: Tensor, banned: list[int], cap: float) -> tuple[Tensor, int]:

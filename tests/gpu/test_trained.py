@@ -22,6 +22,7 @@ from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
+from test_cache_storage import MOST_KL, N_TEXTS
 
 # What rounding the activations of products to bf16 alone costs, mean KL to float32: the kernels lose less.
 ACTIVATION_COST = {
@@ -121,6 +122,36 @@ def test_the_graph_says_what_float32_says(trained: tuple[str, Model, list[dict[s
     assert kl <= 1.5 * ACTIVATION_COST[name] + cache_kl
     assert not any(row["flips_vs_float32_margin_0.3"] or row["flips_vs_alike_margin_0.05"] for row in rows), rows
     assert all(row["greedy_ok"] for row in rows)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_the_graph_over_a_cache_of_codes(
+    trained: tuple[str, Model, list[dict[str, Any]]], storage: str, capsys: pytest.CaptureFixture
+) -> None:
+    """S13: it costs what it costs the executor that rounds alike, and is nearer to that one than to float32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    name, model, prompts = trained
+    rounding = Rounding(activations="int16_g32", cache=storage)
+    device = DeviceExecutor(build_step(model.config, model.weights, rounding), CachePlan(2304, 64))
+    exact, alike = (reference(model, rounding, rounds) for rounds in (False, True))
+    n, kl_device, kl_alike, kl_between = 0, 0.0, 0.0, 0.0
+    for ids in sorted(([*prompt["ids"], *prompt["greedy"]] for prompt in prompts), key=len)[:N_TEXTS]:
+        found = torch.cat(list(through_the_graph(device, ids)))
+        expected, rounded = (log_probabilities(executor, ids) for executor in (exact, alike))
+        n += len(ids)
+        kl_device += len(ids) * mean_kl(expected, found)
+        kl_alike += len(ids) * mean_kl(expected, rounded)
+        kl_between += len(ids) * mean_kl(rounded, found)
+    kl_device, kl_alike, kl_between = kl_device / n, kl_alike / n, kl_between / n
+    with capsys.disabled():
+        print(
+            f"\n{name}, {storage}: {n} positions, KL to float32 {kl_device:.2e} (rounding alike {kl_alike:.2e}), ",
+            end="",
+        )
+        print(f"to the executor that rounds alike {kl_between:.2e}")
+    assert kl_device <= 1.3 * kl_alike + ACTIVATION_COST[name]
+    assert kl_device <= MOST_KL[name][storage]
+    assert kl_between <= 0.5 * kl_alike + ACTIVATION_COST[name]
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> None:

@@ -39,8 +39,9 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> kernel_twins.TwinDevice:
     device.install(monkeypatch)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
 
-    def make(model, plan, where, **more):
-        step = loading.build_step(model.config, model.weights, loading.DEVICE_ROUNDING)
+    def make(model, plan, where, kv=None, **more):
+        rounding = replace(loading.DEVICE_ROUNDING, cache=kv or "bf16")
+        step = loading.build_step(model.config, model.weights, rounding)
         executor = DeviceExecutor(step, plan, device="cpu")
         device.know(executor)
         return executor, ()
@@ -83,6 +84,14 @@ def test_a_row_without_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.executor, row.notes) == ("reference", ("a limit of torch",))
 
 
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_a_cache_of_codes_is_filled_measured_and_named(twins: kernel_twins.TwinDevice, kv: str) -> None:
+    rows = list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, kv=kv, repeats=1)))
+    assert {row.kv for row in rows} == {kv}
+    # Two layers, 2 KV heads of 64 codes and a scale, keys and values.
+    assert rows[2].file_bytes - rows[0].file_bytes == 40 * 2 * 2 * 2 * 66
+
+
 def test_sampled_tokens_repeat(twins: kernel_twins.TwinDevice) -> None:
     once, again = ([row.checksum for row in bench("synthetic:tiny/Q4_K_M", OPTIONS)] for _ in range(2))
     assert once == again
@@ -110,8 +119,8 @@ def test_each_row_is_shown_and_saved_as_it_is_measured(
     assert [text.count("\n") for text in shown] == [1 + n_header, 1, 1, 1, 1]
     if output == "md":
         assert f"| {rows[0].share:.1%} |" in shown[0]
-        assert shown[0].splitlines()[2].startswith("| tiny/Q4_K_M | Q4_K | greedy | 0 | 6 | 0 |")
-        assert shown[4].startswith("| tiny/Q4_K_M | Q4_K |  | 30 | 0 | 0 |")
+        assert shown[0].splitlines()[2].startswith("| tiny/Q4_K_M | Q4_K | greedy | 0 | 6 | 0 | bf16 |")
+        assert shown[4].startswith("| tiny/Q4_K_M | Q4_K |  | 30 | 0 | 0 | bf16 |")
     else:
         header, *cells = (next(csv.reader([line])) for line in "".join(shown).splitlines())
         assert dict(zip(header, cells[0], strict=True))["share"] == str(rows[0].share)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from bytefloor.engine.kernels import compile_kernel, spec
+from bytefloor.engine.kernels import compile_kernel
+from bytefloor.engine.stream_limit import read_spec
 from bytefloor.errors import KernelError
 from bytefloor.formats import stream
 from bytefloor.tools.instructions import instructions_a_byte, section_bytes
@@ -29,7 +30,7 @@ def test_more_work_is_more_instructions():
 
 
 def test_a_section_that_is_not_there_is_named():
-    code, _ = compile_kernel(spec("read", 512, THREADS=512), "sm_90a")
+    code, _ = compile_kernel(read_spec(), "sm_90a")
     assert section_bytes(code, ".text.read") % 128 == 0
     with pytest.raises(KernelError, match=r"without a section \.text\.write"):
         section_bytes(code, ".text.write")

@@ -68,6 +68,16 @@ inline void leave(u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     meet();
 }
 
+inline u32 permute_signed(u32 a, u32 b, u32 select) {
+    unsigned long long both = (unsigned long long)b << 32 | a;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 byte = both >> 8 * (select >> 4 * i & 7) & 255;
+        out |= (select >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+    }
+    return out;
+}
+
 inline void multiply_bytes(int& c0, int& c1, int& c2, int& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     using namespace warp;
     leave(a0, a1, a2, a3, b0, b1);
@@ -106,6 +116,16 @@ template <bool IS_BF16> inline u32 pack_halves(float x, float y) {
     return one(x) | one(y) << 16;
 }
 
+inline u32 e4m3_as_halves(u32 codes, int first) {
+    u32 out = 0;
+    for (int i = 0; i < 2; i++) {
+        u32 code = codes >> 8 * (first + i) & 255, exponent = code >> 3 & 15, mantissa = code & 7;
+        float v = exponent ? ldexpf(8 + mantissa, (int)exponent - 10) : ldexpf(mantissa, -9);
+        out |= (u32)as<uint16_t>((_Float16)(code & 128 ? -v : v)) << 16 * i;
+    }
+    return out;
+}
+
 #include "stream_text.cuh"
 
 struct Task {
@@ -121,14 +141,22 @@ template <typename F> void lane_main() {
     warp::is_over[warp::current] = true;
 }
 
-template <typename F> int dot(const u8* record, const u8* codes, const float* scales, int k, float* out) {
+// Two quads of tokens: out [lane][quad][row g, row g + 8].
+template <typename F> void tokens_main() {
+    float2 totals[2];
+    dot_tokens<F, 2>(task.record, warp::current, task.x.codes, task.x.scales, task.k, 0, totals);
+    for (int q = 0; q < 2; q++) task.out[4 * warp::current + 2 * q] = totals[q].x, task.out[4 * warp::current + 2 * q + 1] = totals[q].y;
+    warp::is_over[warp::current] = true;
+}
+
+template <typename F> int run(void (*work)(), const u8* record, const u8* codes, const float* scales, int k, float* out) {
     static char stacks[32][65536];
     task = {record, {codes, (const float4*)scales}, k, out};
     for (int i = 0; i < 32; i++) {
         getcontext(&warp::lanes[i]);
         warp::lanes[i].uc_stack.ss_sp = stacks[i], warp::lanes[i].uc_stack.ss_size = sizeof stacks[i];
         warp::lanes[i].uc_link = &warp::outside, warp::is_over[i] = false;
-        makecontext(&warp::lanes[i], lane_main<F>, 0);
+        makecontext(&warp::lanes[i], work, 0);
     }
     for (bool is_any = true; is_any;) {
         is_any = false;
@@ -145,6 +173,11 @@ template <typename F> int values(const u8* record, float* out) {
 }
 
 #define FORM(name, ...)                                                                                                   \
-    extern "C" int dot_##name(const u8* r, const u8* c, const float* s, int k, float* o) { return dot<__VA_ARGS__>(r, c, s, k, o); } \
+    extern "C" int dot_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                \
+        return run<__VA_ARGS__>(lane_main<__VA_ARGS__>, r, c, s, k, o);                                                     \
+    }                                                                                                                    \
+    extern "C" int tokens_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                             \
+        return run<__VA_ARGS__>(tokens_main<__VA_ARGS__>, r, c, s, k, o);                                                   \
+    }                                                                                                                    \
     extern "C" int values_##name(const u8* r, float* o) { return values<__VA_ARGS__>(r, o); }
 #include "forms.inc"

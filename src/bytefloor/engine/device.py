@@ -1,4 +1,4 @@
-"""The device executor: one row of a sequence as a CUDA graph of the one-row list, prompts by the plain list.
+"""The device executor: the next token of one sequence, or of several, as a CUDA graph; prompts by the plain list.
 
 Weights live packed in stream forms and nowhere else. Lengths, positions and page tables are read from device memory, so
 one capture serves every position; replaying it equals launching its kernels one by one.
@@ -17,9 +17,11 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
+from bytefloor.engine.device_batch import BatchGraph, DecodingRow, sizes_for
 from bytefloor.engine.device_highest import DeviceHighest, highest_specs
 from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
+from bytefloor.engine.launches import STORAGES
 from bytefloor.engine.memory import MemoryPlan, check_memory, place_table
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
@@ -29,6 +31,7 @@ from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
+from bytefloor.ops.pages import page_shape
 
 MOST_ROWS_ONE_BY_ONE = 24
 """Rows of a batch that go through the decode graph one after another; more are cheaper through the plain list."""
@@ -37,7 +40,7 @@ MOST_ROWS_ONE_BY_ONE = 24
 class DeviceExecutor:
     """Runs a step on a CUDA device.
 
-    step: the plain list, with 16-bit activation codes and a bf16 cache.
+    step: the plain list, with 16-bit activation codes and a cache of bf16, int8 or fp8.
     banned_ids: tokens that ``decode_greedy`` never takes. advice: ends the error of a model that does not fit.
 
     What needs no memory comes first: plan, refuse, compile. Then memory is taken and weights are packed.
@@ -61,6 +64,7 @@ class DeviceExecutor:
         self.architecture = device_architecture(self.device)
         check_list(step)
         self.weights = PackedWeights(fused, self.device)
+        self.batch_sizes = self._choose_batch_sizes(fused, progress)
         launches, memory_plan = self._rehearse(fused)
         self.memory_plan = place_table(memory_plan)
         if self.memory_plan.on_host:
@@ -81,11 +85,19 @@ class DeviceExecutor:
         planner = LaunchPlanner(fused, self.weights, self._memory)
         self.launches = planner.plan_all()
         self._written = planner.written
+        batches = [
+            LaunchPlanner(fused, self.weights, self._for_tokens(self._memory, size)) for size in self.batch_sizes
+        ]
+        batch_launches = [batch.plan_all() for batch in batches]
         self.weights.pack(progress)
         torch.cuda.empty_cache()  # what packing took is of no size and stream that a prompt could use again
         self._highest = DeviceHighest(self._n_vocabulary, {key: kernels[spec] for key, spec in finders.items()})
-        self._nodes = [(kernels[launch.kernel], launch) for launch in self.launches]
-        self._graph = self._capture()
+        self._kernels = kernels
+        self._graph = self._capture(self.launches)
+        self._batches = {
+            batch.n_tokens: BatchGraph(batch.memory, found, batch.written, self._capture(found).replay)
+            for batch, found in zip(batches, batch_launches, strict=True)
+        }
         self._prompts = PromptRunner(
             step, self.weights, self.pools, {key: kernels[spec] for key, spec in unpacks.items()}
         )
@@ -94,7 +106,7 @@ class DeviceExecutor:
 
     @property
     def pools(self) -> dict[str, Tensor]:
-        """The pages of each cache kind, bf16 [layers, pages, 2, J, PAGE, E]."""
+        """The pages of each cache kind, [layers, pages, ...], see ops/pages.py."""
         return self._memory.pools
 
     @property
@@ -119,14 +131,46 @@ class DeviceExecutor:
     def _rehearse(self, fused: Sequence[Fused]) -> tuple[list[Launch], MemoryPlan]:
         """The launches and all bytes, from planning without memory."""
         with Rehearsal() as rehearsal:
-            launches = LaunchPlanner(fused, self.weights, self._allocate(frozenset())).plan_all()
+            memory = self._allocate(frozenset())
+            launches = LaunchPlanner(fused, self.weights, memory).plan_all()
+            for size in self.batch_sizes:
+                launches += LaunchPlanner(fused, self.weights, self._for_tokens(memory, size)).plan_all()
         beside_cache = rehearsal.n_bytes - self.cache_bytes()
         # A request's sampler stays while the next prompt runs.
         sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
         running = prompt_bytes(self.step, self.plan, self.device) + sampling
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
-        weights, table = self.weights.n_bytes(), self.weights.table_bytes()
-        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, table)
+        weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
+        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
+
+    def _choose_batch_sizes(self, fused: Sequence[Fused], progress: Progress) -> tuple[int, ...]:
+        """Of those that the plan's sequences need, those whose products have room for the activations of all tokens."""
+        found: list[int] = []
+        for size in sizes_for(self.plan.n_sequences):
+            try:
+                with Rehearsal():
+                    memory = self._for_tokens(self._allocate(frozenset()), size)
+                    LaunchPlanner(fused, self.weights, memory).plan_all()
+            except UnsupportedError as error:
+                progress.note(f"no more than {max(found, default=1)} sequences a pass over the weights: {error}")
+                break
+            found.append(size)
+        return tuple(found)
+
+    def _for_tokens(self, memory: DeviceMemory, n_tokens: int) -> DeviceMemory:
+        """The same pages for several tokens at once; all else of their own."""
+        step_number = torch.tensor([0, 0, 1], dtype=torch.int32, device=self.device)
+        return DeviceMemory(
+            plan=self.plan,
+            device=self.device,
+            pools=memory.pools,
+            tables={name: self._ints(n_tokens, table.shape[0]) for name, table in memory.tables.items()},
+            state=step_number.repeat(n_tokens, 1),
+            history=self._ints(n_tokens, self.plan.capacity + 1),
+            banned=memory.banned,
+            logits=torch.zeros(n_tokens, self._n_vocabulary, device=self.device),
+            n_tokens=n_tokens,
+        )
 
     def _allocate(self, banned_ids: frozenset[int]) -> DeviceMemory:
         v = self._n_vocabulary
@@ -144,26 +188,27 @@ class DeviceExecutor:
             logits=torch.zeros(v, device=self.device),
         )
 
-    def _ints(self, n: int) -> Tensor:
-        return torch.zeros(n, dtype=torch.int32, device=self.device)
+    def _ints(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
 
     def _pool(self, kind: CacheKind) -> Tensor:
-        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), 2, kind.n_kv_heads)
-        return torch.empty(*shape, self.plan.page_size, kind.head_size, dtype=torch.bfloat16, device=self.device)
+        page, dtype = page_shape(kind.storage, kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
+        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # --- running
 
-    def launch_all(self) -> None:
-        """Every kernel of the list on the current stream, one by one."""
+    def launch_all(self, launches: Sequence[Launch] | None = None) -> None:
+        """Every kernel of a list, that of one token where none is given, on the current stream, one by one."""
         stream_handle = torch.cuda.current_stream(self.device).cuda_stream
-        for kernel, launch in self._nodes:
-            kernel.launch(stream_handle, launch.grid, launch.arguments)
+        for launch in self.launches if launches is None else launches:
+            self._kernels[launch.kernel].launch(stream_handle, launch.grid, launch.arguments)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
+    def _capture(self, launches: Sequence[Launch]) -> torch.cuda.CUDAGraph:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), torch.cuda.graph(graph, stream=self._stream):
-            self.launch_all()
+            self.launch_all(launches)
         return graph
 
     def _set_state(self, token: int, position: int) -> None:
@@ -172,36 +217,76 @@ class DeviceExecutor:
         self._memory.state[:2].copy_(self._host_state, non_blocking=True)
 
     def _prepare(self, batch: Batch) -> None:
-        """Pages that must be copied before they are written, and the tables where they changed."""
-        if any(sequence != 0 for sequence in batch.sequence):
-            raise UnsupportedError("the device executor takes one sequence at a time")
+        """Pages that must be copied before they are written, and the tables of one sequence where they changed."""
         if batch.positions != batch.slots:
             raise UnsupportedError("the kernels turn a row by its slot: positions that differ from slots have none yet")
         for copy in batch.copies:
             self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
-        for name, rows in batch.tables.items():
-            if self._shown_tables.get(name) != rows[0]:
-                pinned = torch.tensor(rows[0], dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._show({name: rows[0] for name, rows in batch.tables.items()})
+
+    def _show(self, tables: dict[str, list[int]]) -> None:
+        for name, table in tables.items():
+            if self._shown_tables.get(name) != table:
+                pinned = torch.tensor(table, dtype=torch.int32, pin_memory=self.device.type == "cuda")
                 self._memory.tables[name].copy_(pinned, non_blocking=True)
-                self._shown_tables[name] = rows[0]
+                self._shown_tables[name] = table
 
     @torch.inference_mode()
     def run(self, batch: Batch, is_eager: bool = False) -> Tensor:
-        """Logits float32 [R, V] of the wanted rows of one sequence: few by the graph, prompts by the plain list."""
+        """Logits float32 [R, V] of the wanted rows.
+
+        Sequences with a row each go together, as many as a graph has rows; one with several goes alone, few rows by
+        the graph of one token and prompts by the plain list.
+        """
+        found: dict[int, Tensor] = {}
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
-            if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
-                logits = self._prompts.run(batch)
-                self._stream.synchronize()
-                return logits
-            found = []
-            for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
-                self._set_state(token, position)
-                self.launch_all() if is_eager else self._graph.replay()
-                if row in batch.wanted:
-                    found.append(self._memory.logits.clone())
+            alone = split_by_sequence(batch)
+            single = [rows for rows, part in alone if len(part.tokens) == 1] if self._batches else []
+            together = [rows[0] for rows in single] if len(single) > 1 else []
+            most = max(self._batches, default=1)
+            for first in range(0, len(together), most):
+                found |= self._run_together(batch, together[first : first + most], is_eager)
+            for rows, part in alone:
+                if rows[0] not in together:
+                    self._show({name: tables[0] for name, tables in part.tables.items()})
+                    found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
         self._stream.synchronize()
-        return torch.stack(found) if found else torch.empty(0, self._memory.logits.shape[0], device=self.device)
+        wanted = [found[row] for row in batch.wanted]
+        return torch.stack(wanted) if wanted else torch.empty(0, self._n_vocabulary, device=self.device)
+
+    def _run_together(self, batch: Batch, rows: Sequence[int], is_eager: bool) -> dict[int, Tensor]:
+        """Logits of rows of as many sequences, by row."""
+        graph = self._place(batch, rows)
+        self.launch_all(graph.launches) if is_eager else graph.replay()
+        return dict(zip(rows, graph.memory.logits[: len(rows)].clone(), strict=True))
+
+    def _place(self, batch: Batch, rows: Sequence[int]) -> BatchGraph:
+        """The graph that has room for these rows, with them in it."""
+        graph = next(graph for size, graph in sorted(self._batches.items()) if size >= len(rows))
+        decoding = [
+            DecodingRow(
+                batch.tokens[row],
+                batch.slots[row],
+                {name: tables[batch.sequence[row]] for name, tables in batch.tables.items()},
+            )
+            for row in rows
+        ]
+        self._stream.synchronize()
+        graph.place(decoding)
+        return graph
+
+    def _run_alone(self, batch: Batch, is_eager: bool) -> list[Tensor]:
+        """Logits of the wanted rows of one sequence, whose tables are shown."""
+        if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
+            return list(self._prompts.run(batch))
+        found = []
+        for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
+            self._set_state(token, position)
+            self.launch_all() if is_eager else self._graph.replay()
+            if row in batch.wanted:
+                found.append(self._memory.logits.clone())
+        return found
 
     @torch.inference_mode()
     def decode_greedy(self, batch: Batch, n_tokens: int) -> Tensor:
@@ -221,6 +306,24 @@ class DeviceExecutor:
         start = batch.slots[-1]
         self._stream.synchronize()
         return self.history[start : start + n_tokens]
+
+    @torch.inference_mode()
+    def decode_greedy_together(self, batch: Batch, n_tokens: int) -> Tensor:
+        """The same for as many sequences as one graph holds, a row each: int32 [sequences, n_tokens]."""
+        n, most = len(batch.tokens), max(self._batches, default=0)
+        if n > most or len(set(batch.sequence)) != n:
+            raise UnsupportedError(f"{n} rows together: expected one of each of at most {most} sequences")
+        end = max(batch.slots) + n_tokens
+        if end > self.plan.capacity:
+            raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
+        with torch.cuda.stream(self._stream):
+            self._prepare(batch)
+            graph = self._place(batch, range(n))
+            for _ in range(n_tokens):
+                graph.replay()
+        self._stream.synchronize()
+        history = graph.memory.history
+        return torch.stack([history[row, start : start + n_tokens] for row, start in enumerate(batch.slots)])
 
     def make_loop(self) -> DecodeLoop:
         """Decoding with the sampling on the device. Whoever asked keeps it: here it would keep the executor alive."""
@@ -261,27 +364,57 @@ class DeviceExecutor:
         self._memory.state[2] -= 1
 
     def poison(self) -> None:
-        """NaN in the cache and every float that a step writes: a test's way to see what is read before it is written.
+        """NaN in the cache, of codes in their scales, and in every float that a step writes: a test's way to see what
+        is read before it is written.
 
         With the parity of the last step, so that none passes for written in the next, see ops/handover.cuh.
         """
         nan = 0x7FC00000 | (int(self._memory.state[2]) - 1) % 2
         for pool in self.pools.values():
-            pool.fill_(float("nan"))
+            pool.view(torch.uint8).fill_(0xFF)
         for buffer in (*self._written, self._memory.logits):
             buffer.view(torch.int32).fill_(nan)
+        for batch in self._batches.values():
+            batch.poison()
         # A fill that came late would take back a parity that a running step has given.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
+
+def split_by_sequence(batch: Batch) -> list[tuple[list[int], Batch]]:
+    """Each sequence's rows of a batch, and a batch of nothing but these, without copies."""
+    members: dict[int, list[int]] = {}
+    for row, sequence in enumerate(batch.sequence):
+        members.setdefault(sequence, []).append(row)
+    return [
+        (
+            rows,
+            Batch(
+                tokens=[batch.tokens[row] for row in rows],
+                positions=[batch.positions[row] for row in rows],
+                slots=[batch.slots[row] for row in rows],
+                sequence=[0] * len(rows),
+                wanted=[i for i, row in enumerate(rows) if row in batch.wanted],
+                tables={name: [tables[sequence]] for name, tables in batch.tables.items()},
+            ),
+        )
+        for sequence, rows in members.items()
+    ]
+
+
+def _kv(step: Step) -> str:
+    """What the cache keeps: the same in all layers, which ``check_list`` sees to."""
+    return step.kinds[0].storage
 
 
 def check_list(step: Step) -> None:
     """UnsupportedError for a list whose roundings are not those of the kernels."""
     activations = {call.attributes["to"] for call in step.calls if call.op.name == "round_to"}
     storages = {kind.storage for kind in step.kinds}
-    if activations != {"int16_g32"} or storages != {"bf16"}:
+    if activations != {"int16_g32"} or len(storages) != 1 or not storages <= set(STORAGES):
         found = f"activations {sorted(activations) or 'as they are'}, cache {sorted(storages)}"
         raise UnsupportedError(
-            f"the kernels round activations to int16_g32 and keep a bf16 cache; the list says {found}"
+            f"the kernels round activations to int16_g32 and keep a cache of one of {', '.join(STORAGES)}; "
+            f"the list says {found}"
         )
 
 

@@ -19,8 +19,16 @@ from bytefloor.errors import KernelError
 SOURCES = Path(__file__).resolve().parent.parent / "ops"
 FORMS = ("stream.cuh", "stream_codes.cuh", "stream_lookups.cuh")
 """The structs of the stream forms, the first with what all of them need."""
-HEADERS = (*FORMS, "ring.cuh", "handover.cuh")
-INCLUDED = ("tensor_core.cuh", "attention_heads.cuh", "attention_round.cuh", "attention_merge.cuh")
+HEADERS = (*FORMS, "stream_tokens.cuh", "ring.cuh", "handover.cuh")
+INCLUDED = (
+    "tensor_core.cuh",
+    "product_items.cuh",
+    "prologue.cuh",
+    "attention_storage.cuh",
+    "attention_heads.cuh",
+    "attention_round.cuh",
+    "attention_merge.cuh",
+)
 """What those, and kernels, include themselves."""
 ARCHITECTURES = ("sm_90a",)
 """Offered: what a card has run. Kernels compile for sm_80, 86, 89, 100a and 120a too."""
@@ -137,7 +145,7 @@ class Kernel:
         ):
             _checked(driver.cuFuncSetAttribute(self._function, attribute, value), kernel.name)
 
-    def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
+    def launch(self, stream: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """arguments: tensors become pointers, None a null pointer, int a 32-bit int.
 
         The launch is a programmatic dependent of what precedes it: the kernel itself sees to it that what it reads has
@@ -146,7 +154,7 @@ class Kernel:
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.threads, 1, 1
         config.sharedMemBytes = self.spec.shared_bytes
         config.hStream = stream

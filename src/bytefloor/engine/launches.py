@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
@@ -12,7 +13,7 @@ from bytefloor.model.fuse import FusedAttention, FusedProduct
 
 PRODUCT_WARPS = 16
 SLOT_RECORDS = 4
-"""Records of a slot of a product's ring: one for each warp of a group."""
+"""Records of a slot of the ring of a product of one token: one for each warp of a group."""
 MOST_HEADS = 8
 """Query heads of an attention block: the columns of a tensor core operation, and a warp each."""
 ATTENTION_WARPS = 8
@@ -20,10 +21,13 @@ RESERVED_BYTES = 1024
 """Shared memory that the system takes of every block."""
 MOST_SLOTS = 24
 MOST_STAGES = 3
+"""Of keys and values in bf16; up to twice as many of smaller ones, so that as many bytes are under way."""
 MOST_COLUMNS = 4096
 """Of a part, where a product may be split: more of them take long to prepare in every block."""
 ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
+STORAGES = {"bf16": 0, "int8": 1, "fp8": 2}
+"""What a cache may keep, by the numbers that ops/attention_storage.cuh has for them."""
 LEAST_TILES = 2
 """Of a run at least, where tiles are taken one after another: below, merging costs more."""
 
@@ -60,12 +64,35 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Values that several tokens have one row each of: floats from one row to the next of what a product reads.
+
+    n_tokens: one, or a multiple of four. x, delta, factor: of its input, of the planes that the residual takes up, of
+    what a gate is multiplied with. y: of a plane of the output.
+    """
+
+    n_tokens: int = 1
+    x: int = 0
+    delta: int = 0
+    factor: int = 0
+    y: int = 0
+
+
+ONE_ROW = Rows()
+
+
+@dataclass(frozen=True)
 class ProductLaunch:
-    """planes: parts of the result that the consumer adds."""
+    """planes: parts of the result that the consumer adds. activations: runs before it where there are several tokens,
+    a block for each of them and each part; code_bytes, n_scales, n_flags: what it leaves, scales as floats."""
 
     kernel: KernelSpec
     n_blocks: int
     planes: int
+    activations: KernelSpec | None = None
+    code_bytes: int = 0
+    n_scales: int = 0
+    n_flags: int = 0
 
 
 def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) -> int:
@@ -77,11 +104,44 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
     return (enough or fitting)[0]
 
 
+@dataclass(frozen=True)
+class Ring:
+    """How a product's block uses its warps and its shared memory.
+
+    group: records of a slot. resident: blocks that share a multiprocessor. sharing: warps of a record, each with its
+    share of the tokens.
+    """
+
+    warps: int
+    group: int
+    resident: int
+    sharing: int = 1
+
+
+RINGS = {
+    1: (Ring(16, 4, 2),),
+    4: (Ring(16, 4, 2), Ring(8, 2, 2)),
+    8: (Ring(28, 4, 1), Ring(16, 2, 1)),
+    16: (Ring(24, 4, 1, 2), Ring(24, 2, 1, 2), Ring(16, 2, 1, 2)),
+}
+"""By the number of tokens, in order of preference: the first that has room."""
+MOST_TOKENS = max(RINGS)
+
+
 def plan_product(
-    fused: FusedProduct, segments: list[Segment], k: int, delta_planes: int, eps: float, card: Card
+    fused: FusedProduct,
+    segments: list[Segment],
+    k: int,
+    delta_planes: int,
+    eps: float,
+    card: Card,
+    rows: Rows = ONE_ROW,
 ) -> ProductLaunch:
-    """Grid, ring and constants of a product. segments: of one record width."""
-    columns = segments[0].form.columns
+    """Grid, ring and constants of a product. segments: of one record width.
+
+    What decides the order of sums, parts above all, does not depend on the number of tokens.
+    """
+    columns, n_tokens = segments[0].form.columns, rows.n_tokens
     assert all(segment.form.columns == columns for segment in segments)
     if k % 8 or (delta_planes > 1 and k % ROWS):
         # Planes of whole row tiles come from the product before.
@@ -95,54 +155,84 @@ def plan_product(
     parts = 1 if is_whole else count_parts(all_records, k, n_tiles, card.n_multiprocessors)
     n_records = all_records // parts
     part_columns = n_records * columns
-    blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     record_bytes = max(segment.form.record_bytes for segment in segments)
-    slots_an_item = ceil_div(n_records, SLOT_RECORDS)
-    groups = PRODUCT_WARPS // SLOT_RECORDS
 
-    def n_buffers(n_slots: int) -> int:
-        return ceil_div(n_slots, slots_an_item) + 2
+    def n_buffers(ring: Ring, n_slots: int) -> int:
+        return ceil_div(n_slots, ceil_div(n_records, ring.group)) + (2 if n_tokens == 1 else 1)
 
-    def shared_bytes(n_slots: int) -> int:
-        activations = 2 * part_columns + part_columns // 32 * 16
-        ring = n_slots * (SLOT_RECORDS * record_bytes + 24)
-        return ring + activations + n_buffers(n_slots) * (n_records * ROWS * 4 + 20) + 2 * PRODUCT_WARPS * 4
+    def shared_bytes(ring: Ring, n_slots: int) -> int:
+        activations = (2 * part_columns + part_columns // 32 * 16) * n_tokens
+        shares = n_records * ROWS * 4 * n_tokens
+        beside = 2 * ring.warps * 4 if n_tokens == 1 else 24
+        return (
+            n_slots * (ring.group * record_bytes + 24) + activations + n_buffers(ring, n_slots) * (shares + 20) + beside
+        )
 
-    fitting = [n for n in range(groups, MOST_SLOTS + 1) if shared_bytes(n) <= card.block_bytes]
-    if not fitting:
-        raise UnsupportedError(f"{fused.part}: a product over {k} columns leaves no room for a ring of weights")
-    n_slots = fitting[-1]
-    shared = shared_bytes(n_slots)
+    def most_slots(ring: Ring) -> int | None:
+        room = card.block_bytes if ring.resident > 1 else card.multiprocessor_bytes - RESERVED_BYTES
+        fitting = [
+            n for n in range(ring.warps // (ring.group * ring.sharing), MOST_SLOTS + 1) if shared_bytes(ring, n) <= room
+        ]
+        return fitting[-1] if fitting else None
+
+    found = [(ring, n_slots) for ring in RINGS[n_tokens] if (n_slots := most_slots(ring)) is not None]
+    if not found:
+        raise UnsupportedError(
+            f"{fused.part}: a product over {k} columns of {n_tokens} tokens leaves no room for a ring of weights"
+        )
+    ring, n_slots = found[0]
+    shared = shared_bytes(ring, n_slots)
     if fused.norm is None and fused.glu is None:
         # After attention, which leaves some multiprocessors empty, two blocks would settle on one and none on another.
         shared = max(shared, card.alone_bytes)
+    blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
-    kernel = spec(
-        "product",
-        PRODUCT_WARPS * 32 + 64,
-        shared,
-        SEGMENTS=" ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
-        COLUMNS=columns,
-        RECORD_BYTES=record_bytes,
-        WARPS=PRODUCT_WARPS,
-        K=part_columns,
-        K_IN=k // parts,
-        PARTS=parts,
-        N=n,
-        NORM=fused.norm is not None,
-        POST_NORM=fused.post_norm is not None,
-        DELTA_PLANES=delta_planes,
-        SCALAR=fused.scalar is not None,
-        GLU=activation,
-        FACTOR=fused.factor is not None,
-        SLOTS=n_slots,
-        BUFFERS=n_buffers(n_slots),
-        BLOCKS=blocks_a_part * parts,
-        STATIC_ITEMS=min(n_slots // slots_an_item, n_tiles // blocks_a_part),
-        INTERLEAVE=4 if fused.is_pair and n_tiles % 4 == 0 else 1,
-        EPS=float(eps),
+    before: dict[str, Any] = {
+        "K": part_columns,
+        "K_IN": k // parts,
+        "PARTS": parts,
+        "NORM": fused.norm is not None,
+        "POST_NORM": fused.post_norm is not None,
+        "DELTA_PLANES": delta_planes,
+        "SCALAR": fused.scalar is not None,
+        "EPS": float(eps),
+    }
+    product = {
+        "SEGMENTS": " ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
+        "COLUMNS": columns,
+        "RECORD_BYTES": record_bytes,
+        "WARPS": ring.warps,
+        "N": n,
+        "GLU": activation,
+        "FACTOR": fused.factor is not None,
+        "SLOTS": n_slots,
+        "BUFFERS": n_buffers(ring, n_slots),
+        "BLOCKS": blocks_a_part * parts,
+        "STATIC_ITEMS": min(n_slots // ceil_div(n_records, ring.group), n_tiles // blocks_a_part),
+        "INTERLEAVE": 4 if fused.is_pair and n_tiles % 4 == 0 else 1,
+    }
+    threads = ring.warps * 32 + 64
+    if n_tokens == 1:
+        return ProductLaunch(spec("product", threads, shared, **before, **product), blocks_a_part * parts, parts)
+    several = {
+        "TOKENS": n_tokens,
+        "GROUP": ring.group,
+        "SHARING": ring.sharing,
+        "RESIDENT": ring.resident,
+        "FACTOR_STRIDE": rows.factor,
+        "Y_STRIDE": parts * rows.y,
+    }
+    strides = {"TOKENS": n_tokens, "WARPS": PRODUCT_WARPS, "X_STRIDE": rows.x, "DELTA_STRIDE": rows.delta}
+    n_columns = part_columns * parts
+    return ProductLaunch(
+        spec("product_tokens", threads, shared, **before, **product, **several),
+        blocks_a_part * parts,
+        parts,
+        spec("activations", PRODUCT_WARPS * 32, **before, **strides),
+        2 * n_columns * n_tokens,
+        n_columns // 32 * 4 * n_tokens,
+        n_tokens * parts,
     )
-    return ProductLaunch(kernel, blocks_a_part * parts, parts)
 
 
 @dataclass(frozen=True)
@@ -169,18 +259,25 @@ def plan_attention(
     heads = next(h for h in range(MOST_HEADS, 0, -1) if group % h == 0)
     if e % 16 or e > 512:
         raise UnsupportedError(f"{fused.part}: no attention kernel for head size {e}")
-    tile = 16 if e > 256 else 32 if e > 128 else 64
+    storage = STORAGES[kind.storage]
+    bf16_tile = 16 if e > 256 else 32 if e > 128 else 64
+    tile = min(64, 2 * bf16_tile) if storage else bf16_tile
     if plan.page_size % tile:
         raise UnsupportedError(f"{fused.part}: pages of {plan.page_size} positions are not whole tiles of {tile}")
     parts = ATTENTION_WARPS // (tile // 16)
-    stage_bytes = 2 * tile * (e + 8) * 2
+    if kind.rotated % 32:
+        raise UnsupportedError(f"{fused.part}: no attention kernel for keys of which {kind.rotated} lanes turn")
+    row_bytes = 2 * (e + 8) if storage == 0 else e + (0 if e % 32 else 16) + 2
+    stage_bytes = tile * (2 * (e + kind.rotated + 8) if kind.rotated else 2 * row_bytes)
 
     def beside_tiles(together: int) -> int:
         n, queries = together * tile, heads * e * 4 if together > 1 else 0
-        shares, factors = max(2 * heads * (n + 8) * 2, queries), 32
+        shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if storage else 32
         return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
 
-    stages = min(MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes)
+    stages = min(
+        2 * MOST_STAGES if storage or kind.rotated else MOST_STAGES, (card.block_bytes - beside_tiles(1)) // stage_bytes
+    )
     room = card.block_bytes - stages * stage_bytes
     together = max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
     shared = stages * stage_bytes + beside_tiles(together)
@@ -194,6 +291,8 @@ def plan_attention(
         "attention",
         ATTENTION_WARPS * 32,
         shared,
+        STORAGE=storage,
+        ROTATED=kind.rotated,
         E=e,
         H=n_heads,
         J=j,
@@ -204,7 +303,7 @@ def plan_attention(
         STAGES=stages,
         TOGETHER=together,
         MAX_RUNS=max_runs,
-        MIN_TILES=together if together > 1 else LEAST_TILES,
+        MIN_TILES=ceil_div((min(together, MOST_STAGES) if together > 1 else LEAST_TILES) * bf16_tile, tile),
         PLANES_IN=planes_in,
         N_IN=n_in,
         QK_NORM=fused.q_norm is not None,

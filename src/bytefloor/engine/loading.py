@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,9 @@ from bytefloor.text.tokenizer import Tokenizer
 DEFAULT_CONTEXT = 8192
 """Where the user names none: the model's own context, but no more than this. What is used is always shown."""
 DEVICE_ROUNDING = Rounding(activations="int16_g32", cache="bf16")
-"""What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16."""
+"""What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16 or to codes."""
+KV_TYPES = ("bf16", "int8", "fp8")
+"""What a user may ask the cache to keep; without a word kernels keep bf16 and the reference executor float32."""
 WEIGHT_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -36,6 +38,7 @@ class EngineOptions:
     context: positions of prompt and answer together, None for the default. device: ``auto``, ``cpu`` or ``cuda``.
 
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
+    kv: one of KV_TYPES, None for the default.
     """
 
     context: int | None = None
@@ -43,11 +46,15 @@ class EngineOptions:
     weights: str = "float32"
     n_sequences: int = 1
     chunk: int = 512
+    kv: str | None = None
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model ready to answer. template is None for a file that brings no chat template."""
+    """A model ready to answer. template is None for a file that brings no chat template.
+
+    kv: what the cache keeps.
+    """
 
     model: Model
     tokenizer: Tokenizer
@@ -55,6 +62,13 @@ class Opened:
     engine: Engine
     device: torch.device
     notices: tuple[str, ...]
+    kv: str
+
+
+def check_kv(kv: str | None) -> None:
+    """RequestError for what no cache keeps."""
+    if kv is not None and kv not in KV_TYPES:
+        raise RequestError(f"--kv {kv}: expected {', '.join(KV_TYPES[:-1])} or {KV_TYPES[-1]}")
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -74,12 +88,16 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
     shorter = "a shorter context (-c) needs less"
     narrower = "a shorter context (-c) or --weights bf16 needs less"
-    advice = Advice(kernels=shorter, reference=narrower if options.weights == "float32" else shorter)
-    executor, notices = make_executor(model, plan, device, WEIGHT_TYPES[options.weights], banned, progress, advice)
+    fewer = shorter if options.kv in ("int8", "fp8") else "a shorter context (-c) or --kv int8 needs less"
+    advice = Advice(kernels=fewer, reference=narrower if options.weights == "float32" else shorter)
+    executor, notices = make_executor(
+        model, plan, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv
+    )
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size)
-    return Opened(model, tokenizer, template, engine, device, (*checkpoint.notices, *tokenizer.notices, *notices))
+    told = (*checkpoint.notices, *tokenizer.notices, *notices)
+    return Opened(model, tokenizer, template, engine, device, told, executor.step.kinds[0].storage)
 
 
 def make_executor(
@@ -90,15 +108,15 @@ def make_executor(
     banned_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
     advice: Advice | None = None,
+    kv: str | None = None,
 ) -> tuple[Executor, tuple[str, ...]]:
     """The kernels where they can run this model, otherwise the reference executor; and what the user should be told."""
+    check_kv(kv)
     notices: tuple[str, ...] = ()
     advice = advice or Advice()
     if device.type == "cuda":
         try:
-            if plan.n_sequences > 1:
-                raise UnsupportedError(f"{plan.n_sequences} sequences at once: the kernels take one")
-            step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+            step = build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=kv or DEVICE_ROUNDING.cache))
             executor = DeviceExecutor(
                 step, plan, device=device, banned_ids=banned_ids, progress=progress, advice=advice.kernels
             )
@@ -108,7 +126,7 @@ def make_executor(
             notices = (f"{error}; running the reference executor on the GPU instead, which is slow",)
         # Not in the handler: there the error's traceback still holds what the refused executor had allocated.
         torch.cuda.empty_cache()
-    step = build_step(model.config, model.weights, Rounding())
+    step = build_step(model.config, model.weights, Rounding(cache=kv or Rounding.cache))
     precision = Precision(weights=weights)
     found = ReferenceExecutor(
         step, plan, device=device, precision=precision, progress=progress, advice=advice.reference

@@ -19,8 +19,8 @@ class MemoryPlan:
     """Bytes that a model will take on a device.
 
     weights, cache: kept, the cache for n_positions. scratch: the most that is taken beside them at any time.
-    table: of the weights, a table of per-layer embeddings. on_host: its bytes where it lies in pinned host memory
-    instead, and is no part of the weights.
+    kv: what the cache keeps, in words. table: of the weights, a table of per-layer embeddings. on_host: its bytes where
+    it lies in pinned host memory instead, and is no part of the weights.
     """
 
     device: torch.device
@@ -28,6 +28,7 @@ class MemoryPlan:
     cache: int
     scratch: int
     n_positions: int
+    kv: str
     table: int = 0
     on_host: int = 0
 
@@ -38,7 +39,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"weights {gigabytes(self.weights)}, cache {gigabytes(self.cache)} ({self.n_positions} positions), "
+            f"weights {gigabytes(self.weights)}, "
+            f"cache {gigabytes(self.cache)} ({self.n_positions} positions, {self.kv}), "
             f"scratch {gigabytes(self.scratch)}"
         )
 

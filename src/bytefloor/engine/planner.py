@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import AttentionLaunch, Card, Segment, plan_attention, plan_product
+from bytefloor.engine.launches import AttentionLaunch, Card, ProductLaunch, Rows, Segment, plan_attention, plan_product
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
@@ -30,16 +30,17 @@ class Launch:
 
     part: str
     kernel: KernelSpec
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a token reads and writes beside its weights.
+    """What a token, or several at once, read and write beside the weights.
 
     pools, tables: of each cache kind. state: token, position and number of the step, int32 [3]. history: the token at
-    each position. banned: uint8 [V]. logits: float32 [V].
+    each position. banned: uint8 [V]. logits: float32 [V]. With several tokens tables, state, history and logits have a
+    row for each.
     """
 
     plan: CachePlan
@@ -50,13 +51,14 @@ class DeviceMemory:
     history: Tensor
     banned: Tensor
     logits: Tensor
+    n_tokens: int = 1
 
 
 class LaunchPlanner:
     """Turns fused calls into launches and gives them buffers."""
 
     def __init__(self, fused: Sequence[Fused], weights: PackedWeights, memory: DeviceMemory) -> None:
-        self.fused, self.weights, self.memory = fused, weights, memory
+        self.fused, self.weights, self.memory, self.n_tokens = fused, weights, memory, memory.n_tokens
         self.written: list[Tensor] = []
         properties = torch.cuda.get_device_properties(memory.device)
         self.card = Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
@@ -64,8 +66,9 @@ class LaunchPlanner:
         assert isinstance(width, int)
         # Every buffer that one kernel hands to another is written once a step: see ops/handover.cuh.
         self.residual = self._floats(width)
+        # What the last call left: of each token `planes` rows to be added, result_size floats in all.
         self.result: Tensor | None = None
-        self.planes = 1
+        self.planes, self.result_size = 1, 0
         plans = self._attention_plans()
         # Attention's scratch is shared by all layers and as large as the largest needs; tags tell the layers apart.
         self.parts = self._longs(max(plan.n_parts for plan in plans))
@@ -75,13 +78,16 @@ class LaunchPlanner:
         self.frequencies: dict[tuple[float, ...], Tensor] = {}
         # Of an E model, float32 [L, P].
         self.per_layer: Tensor | None = None
+        self.per_layer_size = 0
 
     def _floats(self, n: int) -> Tensor:
-        self.written.append(torch.zeros(n, dtype=torch.float32, device=self.memory.device))
+        """n a token."""
+        self.written.append(torch.zeros(self.n_tokens * n, dtype=torch.float32, device=self.memory.device))
         return self.written[-1]
 
     def _longs(self, n: int) -> Tensor:
-        return torch.zeros(n, dtype=torch.int64, device=self.memory.device)
+        """n a token."""
+        return torch.zeros(self.n_tokens * n, dtype=torch.int64, device=self.memory.device)
 
     def _ints(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int32, device=self.memory.device)
@@ -128,7 +134,7 @@ class LaunchPlanner:
         v, d = table.shape
         form = self.weights.form_of(table)
         kernel = spec("embed", EMBED_THREADS, FORM=form.name, D=d, V=v, SCALE=float(fused.call.attributes["scale"]))
-        grid = (-(-d // EMBED_THREADS), 1)
+        grid = (ceil_div(d, EMBED_THREADS), self.n_tokens)
         return Launch("embedding", kernel, grid, (self.weights.packed(table), self.memory.state, self.residual))
 
     def _per_layer(self, fused: FusedPerLayer) -> Launch:
@@ -153,9 +159,10 @@ class LaunchPlanner:
             SCALE=float(fused.scaled.attributes["factor"]),
         )
         self.per_layer = self._floats(n_layers * width)
+        self.per_layer_size = n_layers * width
         weight, packed = self._norm_weight(fused.norm), self.weights.packed(table)
         arguments = (self.result, weight, packed, self.memory.state, self.per_layer)
-        return Launch(fused.part, kernel, (-(-n_layers // PER_LAYER_WARPS), 1), arguments)
+        return Launch(fused.part, kernel, (ceil_div(n_layers, PER_LAYER_WARPS), self.n_tokens), arguments)
 
     def _factor(self, fused: FusedProduct) -> Tensor | None:
         """The slice of the per-layer inputs that a gate is multiplied with."""
@@ -165,7 +172,7 @@ class LaunchPlanner:
         n = matrix(fused.products[0]).shape[0]
         if n != padded_rows(n):
             raise UnsupportedError(f"{fused.part}: {n} per-layer inputs are not whole tiles of rows")
-        return self.per_layer[fused.factor.attributes["index"] * n :][:n]
+        return _columns(self.per_layer, self.n_tokens, fused.factor.attributes["index"] * n, n)
 
     def _product(self, fused: FusedProduct) -> list[Launch]:
         """One launch, or several one after another where matrices have records of different widths."""
@@ -183,53 +190,72 @@ class LaunchPlanner:
         eps = norm.attributes["eps"] if norm is not None else 0.0
         delta_planes = self.planes if fused.has_delta else 0
         runs = _runs_of_one_width(segments)
-        plans = [plan_product(fused, segments[chosen], k, delta_planes, eps, self.card) for chosen in runs]
+        sizes = [segment.n // (2 if fused.is_pair else 1) for segment in segments]
+        is_first = self.result is None  # nothing but the embedded token is there yet
+        is_residual = is_first or fused.norm is not None or fused.has_delta
+        x, x_size = (self.residual, k) if is_residual else (self.result, self.result_size)
+        rows = Rows(self.n_tokens, x_size, self.result_size, self.per_layer_size, sum(sizes))
+        plans = [plan_product(fused, segments[chosen], k, delta_planes, eps, self.card, rows) for chosen in runs]
         if len(plans) > 1 and any(plan.planes > 1 for plan in plans):
             names = ", ".join(segment.form.name for segment in segments)
             raise UnsupportedError(f"{fused.part}: no kernels for products of {names} side by side, in parts")
-        sizes = [segment.n // (2 if fused.is_pair else 1) for segment in segments]
-        out = self._floats(plans[0].planes * sum(sizes))
-        is_first = self.result is None  # nothing but the embedded token is there yet
-        x = self.residual if is_first or fused.norm is not None or fused.has_delta else self.result
+        size = plans[0].planes * sum(sizes)
+        out = self._floats(size)
         launches: list[Launch] = []
         for chosen, plan in zip(runs, plans, strict=True):
             # The residual is the first launch's to write: what is handed over is written once.
             residual = self._floats(k) if fused.has_delta else None
             if residual is not None and not launches:
                 self.residual = residual
-            arguments = (
-                *packed[chosen],
-                *[None] * (3 - len(packed[chosen])),
+            activations = (
                 x,
                 self.result if fused.has_delta else None,
                 self._norm_weight(fused.post_norm),
                 self._norm_weight(fused.norm),
                 self._vector(fused.scalar),
                 residual,
-                out[sum(sizes[: chosen.start]) :][: plan.planes * sum(sizes[chosen])],
-                self._ints(plan.planes),
-                self.memory.state,
-                self._factor(fused),
             )
+            matrices = (*packed[chosen], *[None] * (3 - len(packed[chosen])))
+            y = _columns(out, self.n_tokens, sum(sizes[: chosen.start]), plan.planes * sum(sizes[chosen]))
+            after = (y, self._ints(plan.planes), self.memory.state, self._factor(fused))
+            if plan.activations is None:
+                arguments: tuple[Any, ...] = (*matrices, *activations, *after)
+            else:
+                before, codes = self._several(fused.part, plan, activations)
+                launches.append(before)
+                arguments = (*matrices, *codes, *after)
             launches.append(Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments))
-        self.result, self.planes = out, plans[0].planes
+        self.result, self.planes, self.result_size = out, plans[0].planes, size
         return launches
+
+    def _several(
+        self, part: str, plan: ProductLaunch, activations: tuple[Tensor | None, ...]
+    ) -> tuple[Launch, tuple[Tensor, ...]]:
+        """What comes before a product of several tokens, and the codes, scales and flags that it leaves."""
+        assert plan.activations is not None
+        device = self.memory.device
+        codes = torch.zeros(plan.code_bytes, dtype=torch.uint8, device=device)
+        scales = torch.zeros(plan.n_scales, dtype=torch.float32, device=device)
+        found = (codes, scales, self._ints(plan.n_flags))
+        arguments = (*activations, *found, self.memory.state)
+        return Launch(part, plan.activations, (self.n_tokens, plan.planes), arguments), found
 
     def _attention(self, fused: FusedAttention) -> Launch:
         norm = fused.q_norm or fused.v_norm
         eps = norm.attributes["eps"] if norm is not None else 0.0
         plan = self._plan_attention(fused, self.planes, eps)
         kind = fused.cache.kind
-        out = self._floats(self._n_heads(fused) * kind.head_size)
+        size = self._n_heads(fused) * kind.head_size
+        out = self._floats(size)
         table = self.memory.tables[kind.name]
         arguments = (
             self.result,
             self._norm_weight(fused.q_norm),
-            self._norm_weight(fused.k_norm),
+            self._key_weight(fused),
             self._rope(fused),
             self.memory.pools[kind.name][fused.cache.index],
             table,
-            table.shape[0],
+            table.shape[-1],
             self.memory.state,
             self.parts,
             self.part_sums,
@@ -238,8 +264,13 @@ class LaunchPlanner:
             out,
         )
         self.attention_calls += 1
-        self.result, self.planes = out, 1
+        self.result, self.planes, self.result_size = out, 1, size
         return Launch(fused.part, plan.kernel, (plan.n_head_groups, plan.max_runs), arguments)
+
+    def _key_weight(self, fused: FusedAttention) -> Tensor | None:
+        """Of the K norm: where the cache keeps less of K, queries of layers that own no keys need it too."""
+        weight = fused.attention.operands.get("k_norm")
+        return self._vector(weight) if isinstance(weight, Weight) else self._norm_weight(fused.k_norm)
 
     def _rope(self, fused: FusedAttention) -> Tensor | None:
         if fused.rope is None:
@@ -259,9 +290,10 @@ class LaunchPlanner:
             PLANES=self.planes,
             CAP=float(fused.cap),
             BLOCKS=LOGITS_BLOCKS,
+            HISTORY=self.memory.history.shape[-1],
         )
         bests = self._floats(2 * LOGITS_BLOCKS)
-        counter = self._ints(1)
+        counter = self._ints(self.n_tokens)
         arguments = (
             self.result,
             self.memory.banned,
@@ -271,7 +303,12 @@ class LaunchPlanner:
             self.memory.state,
             self.memory.history,
         )
-        return Launch("head", kernel, (LOGITS_BLOCKS, 1), arguments)
+        return Launch("head", kernel, (LOGITS_BLOCKS, self.n_tokens), arguments)
+
+
+def _columns(rows: Tensor, n_rows: int, start: int, n: int) -> Tensor:
+    """n floats of each row, from ``start`` on."""
+    return rows[start : start + n] if n_rows == 1 else rows.view(n_rows, -1)[:, start : start + n]
 
 
 def _runs_of_one_width(segments: Sequence[Segment]) -> list[slice]:

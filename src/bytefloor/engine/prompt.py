@@ -1,7 +1,7 @@
 """Prompts on the device, plainly: the plain list, each matrix unpacked where a product needs it, then cuBLAS.
 
 Products, attention's two among them, run in TF32 (ten bits of mantissa, float32 sums), all else in float32; keys and
-values go to the same bf16 pages that the decode kernels read.
+values go to the same pages that the decode kernels read. Codes are decoded layer by layer, the sequence's pages alone.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, n_values, 
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.pages import page_shape
 
 Observer = Callable[[OpCall, Tensor], None]
 
@@ -77,7 +78,9 @@ class ReferenceExecutor:
         self.precision = precision or Precision()
         self.device = torch.device(device)
         progress = progress or Silent()
-        memory = MemoryPlan(self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity)
+        memory = MemoryPlan(
+            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity, self._kv()
+        )
         check_memory(memory, progress, advice)
         self._tensors = self._load(progress)
         self.pools = {kind.name: self._allocate(kind) for kind in step.kinds}
@@ -110,8 +113,13 @@ class ReferenceExecutor:
         running = step_bytes(self.step, self.plan, self.precision.compute.itemsize, lambda call, sizes: 0)
         return max(workspace + running, *narrowed, 0)
 
+    def _kv(self) -> str:
+        """What the cache keeps: rounded values stand in the dtype of activations."""
+        compute, kept = str(self.precision.compute).removeprefix("torch."), self.step.kinds[0].storage
+        return compute if kept == "float32" or not self.precision.rounds else f"{kept} values in {compute}"
+
     def _page_elements(self, kind: CacheKind) -> int:
-        return 2 * kind.n_kv_heads * self.plan.page_size * kind.head_size
+        return kind.n_kv_heads * self.plan.page_size * kind.head_values
 
     def _dense_weights(self) -> list[Weight]:
         """Those that some op needs whole; a table that is only gathered from stays in the file."""
@@ -140,14 +148,8 @@ class ReferenceExecutor:
         return tensors
 
     def _allocate(self, kind: CacheKind) -> Tensor:
-        shape = (
-            self.step.n_cache_layers[kind.name],
-            self.plan.n_pages(kind),
-            2,
-            kind.n_kv_heads,
-            self.plan.page_size,
-            kind.head_size,
-        )
+        page, _ = page_shape("float32", kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
+        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
         return torch.empty(shape, dtype=self.precision.compute, device=self.device)
 
     # --- binding: everything that does not change from step to step is looked up once

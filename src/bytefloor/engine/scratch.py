@@ -91,10 +91,12 @@ def _attention_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: in
     scores = sizes["T"] * n_band * n_heads * item_bytes
     masks = 3 * sizes["T"] * n_band
     gathered = 2 * n_band * kind.n_kv_heads * kind.head_size * item_bytes
+    # Where K is made of V: what is kept, and K, are there beside both together.
+    made = n_band * kind.n_kv_heads * (kind.head_values + kind.head_size) * item_bytes if kind.rotated else 0
     # torch's batched product wants keys (then values) once a query head, unless one view serves all heads.
     is_copied = 1 < kind.n_kv_heads < n_heads
     copied = n_band * n_heads * kind.head_size * item_bytes if is_copied else 0
-    return max(2 * gathered, gathered + masks + 2 * scores + max(scores, copied))
+    return max(gathered + made, 2 * gathered, gathered + masks + 2 * scores + max(scores, copied))
 
 
 def band_positions(kind: CacheKind, plan: CachePlan) -> int:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from bytefloor.engine.kernels import current, load_kernels, spec
+from bytefloor.engine.kernels import KernelSpec, current, load_kernels, spec
 from bytefloor.errors import UnsupportedError
 
 MOST_BYTES = 8 << 30
 CPU_BYTES = 1 << 30
-THREADS = 512
-BLOCKS_A_MULTIPROCESSOR = 4
+SLOT_BYTES = 16384
+SLOTS = 5
+BLOCKS_A_MULTIPROCESSOR = 2
+"""With five slots each they fit in 164 KB of shared memory; where there is less, one is there at a time."""
 REPEATS = 7
 
 
@@ -24,6 +26,11 @@ class StreamLimit:
 
     gb_s: float
     notice: str | None = None
+
+
+def read_spec() -> KernelSpec:
+    """The kernel that reads."""
+    return spec("read", 32, SLOTS * (SLOT_BYTES + 8), SLOT=SLOT_BYTES, SLOTS=SLOTS)
 
 
 def measure_stream_limit(device: torch.device) -> StreamLimit:
@@ -38,10 +45,10 @@ def _measure_cuda(device: torch.device) -> StreamLimit:
     from bytefloor.engine.device import device_architecture
 
     free, _ = torch.cuda.mem_get_info(device)
-    n_bytes = min(MOST_BYTES, free // 2) // 16384 * 16384
+    n_bytes = min(MOST_BYTES, free // 2) // SLOT_BYTES * SLOT_BYTES
     words = torch.ones(n_bytes // 4, dtype=torch.int32, device=device)
     out = torch.zeros(1, dtype=torch.int32, device=device)
-    kernel = spec("read", THREADS, THREADS=THREADS)
+    kernel = read_spec()
     try:
         with current(device):
             loaded = load_kernels([kernel], device_architecture(device))[kernel]
@@ -50,7 +57,7 @@ def _measure_cuda(device: torch.device) -> StreamLimit:
         return StreamLimit(_best_gb_s(device, n_bytes, words.sum), notice)
     n_blocks = torch.cuda.get_device_properties(device).multi_processor_count * BLOCKS_A_MULTIPROCESSOR
     stream = torch.cuda.current_stream(device).cuda_stream
-    arguments = (words, n_bytes // 16384, out)
+    arguments = (words, n_bytes // SLOT_BYTES, out)
     return StreamLimit(_best_gb_s(device, n_bytes, lambda: loaded.launch(stream, (n_blocks, 1), arguments)))
 
 

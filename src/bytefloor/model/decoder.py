@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from bytefloor.model.config import LayerConfig, ModelConfig, Rounding
 from bytefloor.model.step import Buffer, CacheKind, CacheLayer, Step, StepBuilder
-from bytefloor.model.weights import LayerWeights, ModelWeights
+from bytefloor.model.weights import LayerWeights, ModelWeights, Weight
+
+FLOATS = ("float32", "bf16")
+"""Storages that may leave out lanes of K; with codes, scores of V's lanes and of K's would have scales of their own."""
 
 
 def build_step(c: ModelConfig, w: ModelWeights, rounding: Rounding) -> Step:
@@ -16,7 +19,7 @@ def build_step(c: ModelConfig, w: ModelWeights, rounding: Rounding) -> Step:
     per_layer = per_layer_inputs(s, c, w, x, rounding) if c.per_layer_width else None
     for index, (layer, lw) in enumerate(zip(c.layers, w.layers, strict=True)):
         s.part = f"layers.{index}.attention"
-        x = attention_block(s, c, layer, lw, caches[index], x, rounding)
+        x = attention_block(s, c, layer, lw, caches[index], x, rounding, w.layers[layer.kv_source].k_norm)
         s.part = f"layers.{index}.mlp"
         x = mlp_block(s, c, lw, x, rounding)
         if per_layer is not None:
@@ -41,8 +44,9 @@ def attention_block(
     cache: CacheLayer,
     x: Buffer,
     rounding: Rounding,
+    k_norm: Weight | None,
 ) -> Buffer:
-    """x + norm(o(attention(rope(norm(q)), rope(norm(k)), v)))"""
+    """x + norm(o(attention(rope(norm(q)), rope(norm(k)), v))). k_norm: of the layer whose cache it reads."""
     h = s.round_to(s.rms_norm(x, w.input_norm, c.eps), rounding.activations)
     q = s.view(s.linear(h, w.q), layer.n_heads, layer.head_size)
     if w.q_norm is not None:
@@ -51,7 +55,7 @@ def attention_block(
         q = s.rope(q, layer.rope.style, layer.rope.inverse_frequencies)
     if w.k is not None:
         write_keys_and_values(s, c, layer, w, cache, h)
-    attended = s.attention(cache, q, layer.attention_scale)
+    attended = s.attention(cache, q, layer.attention_scale, k_norm)
     flat = s.round_to(s.view(attended, layer.n_heads * layer.head_size), rounding.activations)
     out = s.linear(flat, w.o)
     if w.post_attention_norm is not None:
@@ -113,13 +117,39 @@ def assign_caches(c: ModelConfig, storage: str) -> tuple[list[CacheLayer], dict[
     """Each layer's cache. Layers that own one are numbered within their kind; a sharing layer gets its source's."""
     counts: dict[str, int] = {}
     caches: list[CacheLayer] = []
+    owners = [layer for index, layer in enumerate(c.layers) if layer.kv_source == index]
+    rotated: dict[str, int] = {}
+    for layer in owners:
+        found = rotated_lanes(c, layer) if storage in FLOATS else 0
+        # All layers of a kind alike, or none of them.
+        rotated[kind_name(layer)] = found if rotated.get(kind_name(layer), found) == found else 0
     for index, layer in enumerate(c.layers):
         if layer.kv_source != index:
             caches.append(caches[layer.kv_source])
             continue
-        span = "global" if layer.window is None else f"sliding{layer.window}"
-        name = f"{span}.{layer.n_kv_heads}x{layer.head_size}"
-        kind = CacheKind(name, layer.n_kv_heads, layer.head_size, layer.window, storage)
+        name = kind_name(layer)
+        kind = CacheKind(name, layer.n_kv_heads, layer.head_size, layer.window, storage, rotated[name])
         caches.append(CacheLayer(kind, counts.get(kind.name, 0)))
         counts[kind.name] = counts.get(kind.name, 0) + 1
     return caches, counts
+
+
+def kind_name(layer: LayerConfig) -> str:
+    """Window and shape: layers that have them in common share a pool."""
+    span = "global" if layer.window is None else f"sliding{layer.window}"
+    return f"{span}.{layer.n_kv_heads}x{layer.head_size}"
+
+
+def rotated_lanes(c: ModelConfig, layer: LayerConfig) -> int:
+    """How many lanes of K have to be kept beside V; 0 where all have to be.
+
+    Where V is the raw key projection under a norm without a weight, K = RoPE(w V), w that of the K norm: in lanes that
+    RoPE leaves alone K is w V, and needs no keeping. Those that turn are the first pairs of (i, i + E / 2).
+    """
+    if not (layer.has_v_from_k and c.has_v_norm and c.has_qk_norm):
+        return 0
+    if layer.rope is None or layer.rope.style != "split":
+        return 0
+    turns = [frequency != 0 for frequency in layer.rope.inverse_frequencies]
+    n = sum(turns)
+    return 2 * n if 0 < n < len(turns) and all(turns[:n]) else 0

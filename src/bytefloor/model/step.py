@@ -40,24 +40,33 @@ class Buffer:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """Layers whose keys and values have one shape and one window share a pool of pages and a table."""
+    """Layers whose keys and values have one shape and one window share a pool of pages and a table.
+
+    rotated: 0, or the lanes of K that are kept beside V where all others are V times a weight: see ``ops/pages.py``.
+    """
 
     name: str
     n_kv_heads: int
     head_size: int
     window: int | None
     storage: str = "float32"
+    rotated: int = 0
 
     @property
     def position_bytes(self) -> int:
         """Bytes of keys and values of one position in one layer."""
-        return 2 * self.n_kv_heads * self.head_bytes
+        return self.n_kv_heads * self.head_bytes
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the key, or the value, of one head at one position."""
+        """Bytes of key and value of one head at one position."""
         element, scale = STORAGE_BYTES[self.storage]
-        return self.head_size * element + scale
+        return self.head_values * element + 2 * scale
+
+    @property
+    def head_values(self) -> int:
+        """Values that are kept of one head at one position."""
+        return self.head_size + (self.rotated or self.head_size)
 
 
 @dataclass(frozen=True)
@@ -182,12 +191,17 @@ class StepBuilder:
     def cache_write(self, cache: CacheLayer, k: Buffer, v: Buffer) -> None:
         """Two [T, J, E] into the pages."""
         operands: dict[str, Buffer | Weight | None] = {"k": k, "v": v, **self._places(cache)}
-        self._append(ops.cache_write.OP, operands, {"storage": cache.kind.storage}, cache)
+        attributes = {"storage": cache.kind.storage, "rotated": cache.kind.rotated}
+        self._append(ops.cache_write.OP, operands, attributes, cache)
 
-    def attention(self, cache: CacheLayer, q: Buffer, scale: float) -> Buffer:
-        """[T, H, E] -> [T, H, E]"""
+    def attention(self, cache: CacheLayer, q: Buffer, scale: float, k_norm: Weight | None) -> Buffer:
+        """[T, H, E] -> [T, H, E]. k_norm: of the layer that wrote the cache."""
+        kind = cache.kind
         operands: dict[str, Buffer | Weight | None] = {"q": q, **self._places(cache)}
-        return self._append(ops.attention.OP, operands, {"scale": scale, "window": cache.kind.window}, cache)
+        if kind.rotated:
+            operands["k_norm"] = k_norm
+        attributes = {"scale": scale, "window": kind.window, "storage": kind.storage, "rotated": kind.rotated}
+        return self._append(ops.attention.OP, operands, attributes, cache)
 
     def _places(self, cache: CacheLayer) -> dict[str, Buffer]:
         return {

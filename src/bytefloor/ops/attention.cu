@@ -1,10 +1,12 @@
 // attention: one new row against the live band of its cache, from the outputs of the QKV product to the mixed values.
 //
-// Per head: q, k = rope(rms_norm(., weight)), v = rms_norm(.) where the model has one; k and v are rounded to bf16 and written to
-// their page; out = softmax(scale q K^T) V over positions max(0, p - WINDOW + 1) .. p. qkv float32 [PLANES_IN][N_IN], rows
-// q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E].
-// Approximate: tensor cores multiply keys and values, which are bf16, with queries and shares that are split into two bf16 (16
-// bits in all) and sum in float32; softmax in float32; the running maximum starts at a finite value and is applied once a tile.
+// Per head: q, k = rope(rms_norm(., weight)), v = rms_norm(.) where the model has one; k and v are rounded and written to their
+// page; out = softmax(scale q K^T) V over positions max(0, p - WINDOW + 1) .. p. qkv float32 [PLANES_IN][N_IN], rows
+// q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales],
+// or bf16 [pages][J][PAGE][E + ROTATED]: see attention_storage.cuh.
+// Approximate: tensor cores multiply keys and values, which are bf16 or codes that bf16 holds, with queries and shares that are
+// split into two bf16 (16 bits in all) and sum in float32; softmax in float32; the running maximum starts at a finite value and is
+// applied once a tile.
 // The band is cut into runs of whole tiles by a rule of its length alone; runs are merged in order: two runs of a kernel
 // give the same bits.
 // Moves the live band of K and V once for each group of HEADS query heads. Needs cp.async and mma (sm_80).
@@ -22,12 +24,15 @@
 // Registers: a block has to fit beside one of a product. Each quarter of a multiprocessor has 16384 registers, and five of its 18
 // warps with 56 a lane leave room for two warps with 112. With more, attention begins when that product has ended.
 //
-// Defined by the host: E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round,
-// where a run has no more), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0
-// none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
+// Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept beside values; 0: keys are kept
+// whole), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round, where a run has no
+// more), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2
+// interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
 #include <cuda_bf16.h>
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, GROUP = H / J, CHUNKS = E / 8, STRIDE = E + 8;
+#include "attention_storage.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, GROUP = H / J;
 constexpr int POSITION_TILES = TILE / 16, PARTS = WARPS / POSITION_TILES, K_STEPS = E / 16;
 constexpr int MY_STEPS = (K_STEPS + PARTS - 1) / PARTS;  // a warp's share of E
 constexpr int VALUE_TILES = (E / 16 + WARPS - 1) / WARPS;  // of 16 values, a warp
@@ -37,14 +42,17 @@ static_assert(PAGE % TILE == 0, "a tile lies in one page");
 static_assert(TOGETHER >= 1 && TOGETHER <= STAGES && STAGES > 1, "tiles of a round are there together");
 static_assert(TILE % 16 == 0 && WARPS % POSITION_TILES == 0 && GROUP % HEADS == 0 && E % 16 == 0, "whole tensor core tiles");
 static_assert(HEADS <= WARPS, "a warp a head, and a second task for those of the new key and value at most");
+static_assert(!HAS_SCALES || TILE % 32 == 0, "two tensor core tiles of codes are loaded at once");
 
-// Shared memory: tiles; the new key and value; shares as two bf16, before which queries stand there as floats by heads if all
-// stages are to be filled meanwhile, and otherwise in the last one; of every head what to multiply with; scores, before which
-// the angles stand there.
-constexpr int STAGE = 2 * TILE * STRIDE, QUERY_BYTES = HEADS * E * 4, SHARE_BYTES = 2 * HEADS * SHARE_STRIDE * 2,
-              AT_NEW = STAGES * STAGE * 2, AT_SHARES = AT_NEW + 2 * E * 4,
-              AT_FACTORS = AT_SHARES + (TOGETHER > 1 && QUERY_BYTES > SHARE_BYTES ? QUERY_BYTES : SHARE_BYTES), AT_SCORES = AT_FACTORS + 32;
-static_assert(QUERY_BYTES <= STAGE * 2, "room for the queries");
+// Shared memory: tiles, with their scales; the new key and value; shares as two bf16, before which queries stand there as floats
+// by heads if all stages are to be filled meanwhile, and otherwise in the last one; of every head what to multiply with, with
+// scales also its sum, and the new scales; scores, before which the angles stand there.
+constexpr int AT_SCALES = TILES, STAGE = AT_SCALES + (HAS_SCALES ? 4 * TILE : 0), STAGE_BYTES = STAGE * sizeof(Stored),
+              QUERY_BYTES = HEADS * E * 4, SHARE_BYTES = 2 * HEADS * SHARE_STRIDE * 2, AT_NEW = STAGES * STAGE_BYTES,
+              AT_SHARES = AT_NEW + 2 * E * 4,
+              AT_FACTORS = AT_SHARES + (TOGETHER > 1 && QUERY_BYTES > SHARE_BYTES ? QUERY_BYTES : SHARE_BYTES),
+              AT_SCORES = AT_FACTORS + (HAS_SCALES ? 80 : 32);
+static_assert(QUERY_BYTES <= STAGE_BYTES, "room for the queries");
 
 struct Band {
     int start, end, first_tile, n_tiles, tiles_a_run, n_runs;
@@ -62,22 +70,37 @@ struct Band {
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Keys and values of a tile's positions that are in the band and older than the new one; values outside it are zero, since
-// their shares are, and what lies there times zero need not be.
-__device__ __forceinline__ void fetch(int tile, Band band, const __nv_bfloat16* cache, int page_id, int j, __nv_bfloat16* k_tile) {
+// Keys and values of a tile's positions that are in the band and older than the new one. Values outside it are zero, since
+// their shares are, and what lies there times zero need not be; codes are finite whatever they are.
+__device__ __forceinline__ void fetch(int tile, Band band, const Stored* cache, int page_id, int j, Stored* k_tile) {
     int position = tile * TILE;
-    const __nv_bfloat16 *page = cache + (size_t)page_id * (2 * J * PAGE * E), *k = page + (j * PAGE + position % PAGE) * E,
-                        *v = k + J * PAGE * E;
-    __nv_bfloat16* v_tile = k_tile + TILE * STRIDE;
-#pragma unroll 4
+    const Stored *page = cache + (size_t)page_id * (BLOCKS * J * BLOCK), *k = page + row_in_page(j, position % PAGE), *v = k + J * BLOCK;
+    Stored* v_tile = k_tile + TILE * STRIDE;
+    if (KEYS_ARE_VALUES) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < TILE * (ROW / 8); i += THREADS) {
+            int row = i / (ROW / 8), column = i % (ROW / 8) * 8, p = position + row;
+            if (p >= band.start && p < band.end - OWNS_KV)
+                copy_async(k_tile + row * STRIDE + column, k + row * ROW + column);
+            else if (!OWNS_KV || p != band.end - 1)
+                *(uint4*)(k_tile + row * STRIDE + column) = make_uint4(0, 0, 0, 0);
+        }
+        return;
+    }
+#pragma unroll (HAS_SCALES && (E > 256 || E % 64) ? 1 : 4)  // registers: what has been found not to spill
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
-        int row = i / CHUNKS, column = i % CHUNKS * 8, p = position + row;
+        int row = i / CHUNKS, column = i % CHUNKS * CHUNK, p = position + row;
         if (p >= band.start && p < band.end - OWNS_KV) {
             copy_async(k_tile + row * STRIDE + column, k + row * E + column);
             copy_async(v_tile + row * STRIDE + column, v + row * E + column);
-        } else if (!OWNS_KV || p != band.end - 1) {
+        } else if (!HAS_SCALES && (!OWNS_KV || p != band.end - 1)) {
             *(uint4*)(v_tile + row * STRIDE + column) = make_uint4(0, 0, 0, 0);
         }
+    }
+    if (HAS_SCALES && threadIdx.x < TILE / 4) {  // of all positions: `soften` reads the live ones
+        int of_value = threadIdx.x / (TILE / 8), i = threadIdx.x % (TILE / 8) * 16;
+        const Stored* scales = page + (j + of_value * J) * BLOCK + PAGE * E + position % PAGE * 2;
+        copy_async(k_tile + AT_SCALES + of_value * TILE * 2 + i, scales + i);
     }
 }
 
@@ -86,12 +109,13 @@ __device__ __forceinline__ void fetch(int tile, Band band, const __nv_bfloat16* 
 #include "attention_merge.cuh"
 
 extern "C" __global__ void __maxnreg__(112)
-    attention(const float* qkv, const float* q_weight, const float* k_weight, const double* frequencies, __nv_bfloat16* cache,
+    attention(const float* qkv, const float* q_weight, const float* k_weight, const double* frequencies, Stored* cache,
               const int* table, int n_table, const State* state, u64* all_parts, u64* part_sums, int call, int n_calls, float* out) {
     extern __shared__ __align__(128) u8 shared[];
-    __nv_bfloat16 *tiles = (__nv_bfloat16*)shared, *shares = (__nv_bfloat16*)(shared + AT_SHARES);
+    Stored* tiles = (Stored*)shared;
+    __nv_bfloat16* shares = (__nv_bfloat16*)(shared + AT_SHARES);
     float *fresh = (float*)(shared + AT_NEW), *factors = (float*)(shared + AT_FACTORS), *scores = (float*)(shared + AT_SCORES),
-          *queries = (float*)(TOGETHER > 1 ? shared + AT_SHARES : shared + (STAGES - 1) * STAGE * 2);
+          *queries = (float*)(TOGETHER > 1 ? shared + AT_SHARES : shared + (STAGES - 1) * STAGE_BYTES), *new_scales = factors + 16;
     float2* turns = (float2*)scores;
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3, run = blockIdx.y,
         first_head = blockIdx.x * HEADS, j = first_head / GROUP;
@@ -139,40 +163,53 @@ extern "C" __global__ void __maxnreg__(112)
         turns[tid] = make_float2(cosine, sine);
     }
     __syncthreads();
-    __nv_bfloat16* page_row = cache + (size_t)new_page * (2 * J * PAGE * E) + (j * PAGE + position % PAGE) * E;
-    __nv_bfloat16* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
+    Stored* page_row = cache + (size_t)new_page * (BLOCKS * J * BLOCK) + row_in_page(j, position % PAGE);
+    Stored* page_scale = page_row + (PAGE - position % PAGE) * E + position % PAGE * 2;
+    Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
     prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
-            first_head % GROUP == 0 ? page_row : nullptr, warp, lane);
+            first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
     if (is_one_round) wait_copies<0>();
     __syncthreads();
-    // This warp's part of the queries as a tensor core takes them: elements 2t, + 1, + 8, + 9 of each 16 of head g.
+    // This warp's part of the queries as a tensor core takes them: elements 2t, + 1, + 8, + 9 of each 16 of head g; beside
+    // codes, which come four a lane, elements 4t, + 2, + 1, + 3.
     uint4 query[MY_STEPS];
 #pragma unroll
     for (int i = 0; i < MY_STEPS; i++) {
         int step = i * PARTS + warp % PARTS;
         bool is_one = step < K_STEPS && g < HEADS;
-        const float* at = queries + g * E + step * 16 + 2 * t;
-        float2 one = is_one ? *(const float2*)at : make_float2(0, 0), other = is_one ? *(const float2*)(at + 8) : make_float2(0, 0);
+        const float* at = queries + g * E + step * 16 + (HAS_SCALES ? 4 : 2) * t;
+        float2 one = is_one ? *(const float2*)at : make_float2(0, 0),
+               other = is_one ? *(const float2*)(at + (HAS_SCALES ? 2 : 8)) : make_float2(0, 0);
+        if (HAS_SCALES) {
+            float odd = one.y;
+            one.y = other.x, other.x = odd;
+        }
         Split front(one.x, one.y), back(other.x, other.y);
         query[i] = make_uint4(front.high, back.high, front.low, back.low);
     }
-    float largest = LOWEST;  // of the warp's head
+    float largest = LOWEST, total = 0;  // of the warp's head; the sum of shares is the mixture's where there are no scales
     Mixture mixture;
     if (is_one_round) {
         int begin = band.start - tile * TILE, end = min(band.end, tile_end * TILE) - tile * TILE;
         score<TOGETHER>(query, tiles, scores, end, warp, lane);
         __syncthreads();
-        soften<TOGETHER>(largest, scores, shares, factors, begin, end, warp, lane);
+        soften<TOGETHER>(largest, total, scores, tiles, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
         __syncthreads();
-        mixture.take<TOGETHER>(tiles + TILE * STRIDE, shares, factors, end, warp, lane);
+        mixture.take<TOGETHER>(tiles + VALUES, shares, factors, end, warp, lane);
     } else {
         int next = tile + STAGES - 1, next_page = pages[STAGES - 1];
         for (int n = 0; tile < tile_end; tile++, n++) {
-            __nv_bfloat16* k_tile = tiles + n % STAGES * STAGE;
+            Stored* k_tile = tiles + n % STAGES * STAGE;
             wait_copies<STAGES - 2>();
             if (has_new && tile == position / TILE)
-                for (int i = tid; i < 2 * E; i += THREADS)
-                    k_tile[(i < E ? 0 : TILE * STRIDE) + position % TILE * STRIDE + i % E] = __float2bfloat16(fresh[i]);
+#if STORAGE  // registers: unrolled, divisions spill
+#pragma unroll 1
+#endif
+                for (int i = tid; i < 2 * E; i += THREADS) {
+                    if (KEYS_ARE_VALUES && i < E && !is_rotated(i)) continue;
+                    k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
+                        encode(fresh[i], new_scales[i >= E]);
+                }
             __syncthreads();  // the tile is there, and nobody reads the one before it, or the queries, any more
             if (next < tile_end) {
                 fetch(next, band, cache, next_page, j, tiles + (n + STAGES - 1) % STAGES * STAGE);
@@ -182,9 +219,9 @@ extern "C" __global__ void __maxnreg__(112)
             int begin = band.start - tile * TILE, end = min(band.end - tile * TILE, TILE);
             score<1>(query, k_tile, scores, end, warp, lane);
             __syncthreads();
-            soften<1>(largest, scores, shares, factors, begin, end, warp, lane);
+            soften<1>(largest, total, scores, k_tile, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
             __syncthreads();
-            mixture.take<1>(k_tile + TILE * STRIDE, shares, factors, end, warp, lane);
+            mixture.take<1>(k_tile + VALUES, shares, factors, end, warp, lane);
         }
         wait_copies<0>();
     }
@@ -194,7 +231,7 @@ extern "C" __global__ void __maxnreg__(112)
     for (int v = 0; v < VALUE_TILES; v++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int head = 2 * t + (i & 1), e = (v * WARPS + warp) * 16 + g + (i & 2) * 4;
+            int head = 2 * t + (i & 1), e = (v * WARPS + warp) * 16 + (HAS_SCALES ? 2 : 1) * g + (HAS_SCALES ? i >> 1 : (i & 2) * 4);
             if (head >= HEADS || e >= E) continue;
             if (band.n_runs == 1)
                 hand_over(out + (first_head + head) * E + e, mixture.acc[v][i] * (i & 1 ? whole1 : whole0), parity);

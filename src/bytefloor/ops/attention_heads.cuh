@@ -21,9 +21,10 @@ struct Head {  // as the lanes of a warp hold it: four elements from 4 (32 m + l
 
 // Heads of q, then k and v if they are this block's, into shared memory, a warp each: summed over planes once they are there,
 // normed, turned, scaled. `new_row`, `page_row`: where the key goes in a tile and in its page, the value behind it; or null.
+// `page_scale`: where its scale goes, if there is a page row.
 __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j, bool has_new, Head norm_by, const float* q_weight,
                                         const float* k_weight, const float2* turns, u32 parity, float* queries, float* fresh,
-                                        __nv_bfloat16* new_row, __nv_bfloat16* page_row, int warp, int lane) {
+                                        Stored* new_row, Stored* page_row, Stored* page_scale, float* new_scales, int warp, int lane) {
     int n_tasks = HEADS + (has_new ? 2 : 0);
     if (warp >= n_tasks) return;
     Head found[TASKS];
@@ -53,7 +54,8 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
     } while (late & 1);
     __syncwarp();
     Head second_by;
-    if (TASKS > 1) norm_by.load(warp < HEADS ? q_weight : k_weight, lane), second_by.load(k_weight, lane);
+    if (TASKS > 1) norm_by.load(warp < HEADS ? q_weight : k_weight, lane);
+    if (TASKS > 1 || KEYS_ARE_VALUES) second_by.load(k_weight, lane);
 #pragma unroll
     for (int n = 0; n < TASKS; n++) {
         int task = n * WARPS + warp;
@@ -74,6 +76,10 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
         for (int m = 0; m < FOURS; m++) {
             if (!Head::has(m, lane)) continue;
             float4 v = x.v[m], by = is_value || !has_norm ? make_float4(1.f, 1.f, 1.f, 1.f) : n ? second_by.v[m] : norm_by.v[m];
+            if (KEYS_ARE_VALUES && is_query && !is_rotated((m * 32 + lane) * 4)) {
+                float4 key = second_by.v[m];
+                by.x *= key.x, by.y *= key.y, by.z *= key.z, by.w *= key.w;
+            }
             by.x *= factor, by.y *= factor, by.z *= factor, by.w *= factor;
             ((float4*)out)[m * 32 + lane] = make_float4(v.x * by.x, v.y * by.y, v.z * by.z, v.w * by.w);
         }
@@ -86,11 +92,22 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
                 out[b] = y * cosine + x * sine;
             }
         __syncwarp();
-        if (!is_query)
-            for (int i = lane; i < E; i += 32) {
-                __nv_bfloat16 rounded = __float2bfloat16(out[i]);
-                if (new_row) new_row[(is_value ? TILE * STRIDE : 0) + i] = rounded;
-                if (page_row) page_row[(is_value ? J * PAGE * E : 0) + i] = rounded;
+        if (!is_query) {
+            float scale = 0;
+#if STORAGE
+            scale = scale_of(out, lane);
+            if (lane == 0) {
+                new_scales[is_value] = scale;
+                if (page_row) *(__nv_bfloat16*)(page_scale + (is_value ? J * BLOCK : 0)) = __float2bfloat16(scale);
             }
+#endif
+            for (int i = lane; i < E; i += 32) {
+                int at = KEYS_ARE_VALUES && !is_value ? key_lane(i) : i;
+                if (KEYS_ARE_VALUES && at < 0) continue;
+                Stored rounded = encode(out[i], scale);
+                if (new_row) new_row[(is_value ? VALUES : 0) + at] = rounded;
+                if (page_row) page_row[(is_value && !KEYS_ARE_VALUES ? J * BLOCK : 0) + at] = rounded;
+            }
+        }
     }
 }

@@ -2,13 +2,13 @@
 // whose constants these are.
 #pragma once
 
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], const __nv_bfloat16* p) {
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], const void* p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                  : "r"(shared_address(p))
                  : "memory");
 }
-__device__ __forceinline__ void load_transposed(u32 (&a)[4], const __nv_bfloat16* p) {
+__device__ __forceinline__ void load_transposed(u32 (&a)[4], const void* p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                  : "r"(shared_address(p))
@@ -35,21 +35,36 @@ struct Split {  // two floats as two bf16 each: what the first leaves over is th
 
 // Scores of N tiles that follow each other in shared memory, of those that have live positions, which are before `end`.
 template <int N>
-__device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const __nv_bfloat16* k_tiles, float* scores, int end, int warp,
-                                      int lane) {
+__device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const Stored* k_tiles, float* scores, int end, int warp, int lane) {
     int g = lane >> 2, t = lane & 3, first = warp / PARTS * 16;
 #pragma unroll 1
     for (int n = 0; n < N && n * TILE + first < end; n++) {
         float high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};  // by the parts of the query
+#if STORAGE
+#pragma unroll
+        for (int i = 0; i < MY_STEPS; i += 2) {  // of codes two steps are loaded at once
+            u32 codes[4];
+            load_matrices(codes, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + ((i + (lane >> 4)) * PARTS + warp % PARTS) * 16);
+#pragma unroll
+            for (int m = 0; m < 2 && i + m < MY_STEPS; m++) {
+                if (K_STEPS % PARTS && (i + m) * PARTS + warp % PARTS >= K_STEPS) break;
+                u32 a[4] = {decode_even(codes[2 * m]), decode_even(codes[2 * m + 1]), decode_odd(codes[2 * m]), decode_odd(codes[2 * m + 1])};
+                multiply(high, a, query[i + m].x, query[i + m].y);
+                multiply(low, a, query[i + m].z, query[i + m].w);
+            }
+        }
+#else
 #pragma unroll
         for (int i = 0; i < MY_STEPS; i++) {
             int step = i * PARTS + warp % PARTS;
             if (K_STEPS % PARTS && step >= K_STEPS) break;
             u32 a[4];
-            load_matrices(a, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + step * 16 + (lane >> 4) * 8);
+            int at = KEYS_ARE_VALUES && is_rotated(step * 16) ? key_lane(step * 16) : step * 16;
+            load_matrices(a, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + at + (lane >> 4) * 8);
             multiply(high, a, query[i].x, query[i].y);
             multiply(low, a, query[i].z, query[i].w);
         }
+#endif
         float* at = scores + warp % PARTS * SCORES + n * TILE + first + g;
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -60,11 +75,18 @@ __device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const __nv
     }
 }
 
+// The scale of position p's key or value in tiles that follow each other; that of the new position is not among theirs.
+__device__ __forceinline__ float scale_at(const Stored* tiles, const float* new_scales, int new_at, int p, int of_value) {
+    if (OWNS_KV && p == new_at) return new_scales[of_value];
+    return __bfloat162float(((const __nv_bfloat16*)(tiles + p / TILE * STAGE + AT_SCALES))[of_value * TILE + p % TILE]);
+}
+
 // Scores of a head, the warp's, become shares. Positions begin <= p < end live; shares are there for all of their tiles.
-// `largest`: of all scores so far; `factors`: what the mixture before has to be multiplied with.
+// `largest`: of all scores so far; `factors`: what the mixture before has to be multiplied with. Where keys and values have scales
+// these come to scores and shares here, and the sum of shares before that is kept, in `total` and behind the factors.
 template <int N>
-__device__ __forceinline__ void soften(float& largest, const float* scores, __nv_bfloat16* shares, float* factors, int begin, int end,
-                                       int warp, int lane) {
+__device__ __forceinline__ void soften(float& largest, float& total, const float* scores, const Stored* tiles, const float* new_scales,
+                                       int new_at, __nv_bfloat16* shares, float* factors, int begin, int end, int warp, int lane) {
     if (warp >= HEADS) return;
     constexpr int MINE = (N * TILE + 31) / 32;
     float s[MINE], top = largest;
@@ -75,20 +97,28 @@ __device__ __forceinline__ void soften(float& largest, const float* scores, __nv
         if (p < end)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) s[m] += scores[part * SCORES + warp * SCORE_STRIDE + p];
+        if (HAS_SCALES && p < end) s[m] *= scale_at(tiles, new_scales, new_at, p, 0);
         if (p < begin || p >= end) s[m] = LOWEST;
         top = fmaxf(top, s[m]);
     }
     for (int d = 16; d; d >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
     if (lane == 0) factors[warp] = expf(largest - top);
+    if (HAS_SCALES) total *= expf(largest - top);
     largest = top;
+    float sum = 0;
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
         int p = m * 32 + lane;
         if (m * 32 / TILE * TILE >= end || (N * TILE % 32 && p >= N * TILE)) break;
         float share = s[m] == LOWEST ? 0.f : expf(s[m] - top);
+        if (HAS_SCALES && s[m] != LOWEST) sum += share, share *= scale_at(tiles, new_scales, new_at, p, 1);
         __nv_bfloat16 high = __float2bfloat16(share);
         shares[warp * SHARE_STRIDE + p] = high;
         shares[(HEADS + warp) * SHARE_STRIDE + p] = __float2bfloat16(share - __bfloat162float(high));
+    }
+    if (HAS_SCALES) {
+        total += warp_sum(sum);
+        if (lane == 0) factors[8 + warp] = total;
     }
 }
 
@@ -106,13 +136,13 @@ struct Mixture {  // of a warp's own part of E; and the sums of shares. Of heads
 
     // Values of N tiles by their shares, of those tiles that have live positions, which are before `end`.
     template <int N>
-    __device__ __forceinline__ void take(const __nv_bfloat16* v_tiles, const __nv_bfloat16* shares, const float* factors, int end, int warp,
-                                         int lane) {
+    __device__ __forceinline__ void take(const Stored* v_tiles, const __nv_bfloat16* shares, const float* factors, int end, int warp, int lane) {
         int g = lane >> 2, t = lane & 3;
         // Of the low parts of shares, so that sums wait less for one another; four tiles of values do not wait.
         constexpr int LOW_TILES = VALUE_TILES < 4 ? VALUE_TILES : 1;
         float low[LOW_TILES][4], by0 = factors[min(2 * t, HEADS - 1)], by1 = factors[min(2 * t + 1, HEADS - 1)];
         sum[0] *= by0, sum[1] *= by1;
+        if (HAS_SCALES) sum[0] = factors[8 + min(2 * t, HEADS - 1)], sum[1] = factors[8 + min(2 * t + 1, HEADS - 1)];
 #pragma unroll
         for (int v = 0; v < VALUE_TILES; v++) {
             acc[v][0] *= by0, acc[v][1] *= by1, acc[v][2] *= by0, acc[v][3] *= by1;
@@ -120,6 +150,29 @@ struct Mixture {  // of a warp's own part of E; and the sums of shares. Of heads
         }
 #pragma unroll 1
         for (int n = 0; n < N && n * TILE < end; n++)
+#if STORAGE
+#pragma unroll
+            for (int m = 0; m < POSITION_TILES; m += 2) {  // of codes two tiles of positions are loaded at once
+                const __nv_bfloat16* of_head = shares + min(g, HEADS - 1) * SHARE_STRIDE + n * TILE + m * 16 + 2 * t;
+                u32 high_shares[4], low_shares[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    high_shares[i] = *(const u32*)(of_head + i * 8), low_shares[i] = *(const u32*)(of_head + HEADS * SHARE_STRIDE + i * 8);
+#pragma unroll
+                for (int v = 0; v < VALUE_TILES; v++) {
+                    int e = (v * WARPS + warp) * 16;
+                    if (e >= E) break;
+                    u32 codes[4];  // rows g and g + 8 are elements 2g and 2g + 1
+                    load_transposed(codes, v_tiles + n * STAGE + (m * 16 + lane) * STRIDE + e);
+#pragma unroll
+                    for (int i = 0; i < 4; i += 2) {
+                        u32 a[4] = {decode_even(codes[i]), decode_odd(codes[i]), decode_even(codes[i + 1]), decode_odd(codes[i + 1])};
+                        multiply(acc[v], a, high_shares[i], high_shares[i + 1]);
+                        multiply(v < LOW_TILES ? low[v] : acc[v], a, low_shares[i], low_shares[i + 1]);
+                    }
+                }
+            }
+#else
 #pragma unroll
             for (int m = 0; m < POSITION_TILES; m++) {
                 constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
@@ -139,6 +192,7 @@ struct Mixture {  // of a warp's own part of E; and the sums of shares. Of heads
                     multiply(v < LOW_TILES ? low[v] : acc[v], a, low_shares[0], low_shares[1]);
                 }
             }
+#endif
 #pragma unroll
         for (int i = 0; i < LOW_TILES * 4; i++) acc[i / 4][i % 4] += low[i / 4][i % 4];
     }

@@ -3,7 +3,8 @@
 // y float32 [PLANES][ROWS], ROWS >= V -> logits float32 [V] = cap tanh(y / cap). The best token (the lowest id among equals) becomes
 // state->token, position and n_steps move on by one, and the token is appended to `history`. A NaN gives token -1. The
 // last kernel of a step.
-// Exact but for tanh. Defined by the host: V, ROWS, PLANES, CAP (0: none), BLOCKS.
+// Several tokens: gridDim.y of them, each with its own of all these. Exact but for tanh.
+// Defined by the host: V, ROWS, PLANES, CAP (0: none), BLOCKS, HISTORY (places of a token's history).
 constexpr int THREADS = 256;
 
 struct Best {
@@ -31,6 +32,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     logits(const float* y, const u8* banned, float* out, Best* block_bests, int* counter, State* state, int* history) {
     wait_for_previous();
     let_next_start();
+    int token = blockIdx.y;
+    y += (size_t)token * (PLANES * ROWS), out += (size_t)token * V, block_bests += token * BLOCKS;
+    state += token, history += token * HISTORY, counter += token;
     Best best = {-__int_as_float(0x7f800000), 0x7fffffff};
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < V; i += BLOCKS * THREADS) {
         float v = 0;

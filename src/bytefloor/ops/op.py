@@ -50,8 +50,8 @@ class Op:
         ``writes_cache`` comes as ``cache``. It computes in the dtype of its floating operands and nowhere rounds by
         itself. An op that writes the cache returns None.
     weight_bytes: what a call reads of its weights, given bound sizes and their stored bytes; None: all of them once.
-    cache_bytes: what a call reads or writes of the cache, given bound sizes (S live positions a sequence, C bytes of a
-        stored element) and attributes.
+    cache_bytes: what a call reads or writes of the cache, given bound sizes (S live positions a sequence, C bytes that
+        one head keeps of a position) and attributes.
     flops: multiply and add each counted as one.
     is_exact: its kernel must agree with the correctly rounded reference but for a stated share of outputs;
         otherwise error_budget bounds the normalised mean square error.

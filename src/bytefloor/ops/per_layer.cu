@@ -1,4 +1,4 @@
-// per_layer: the inputs that every layer of an E model gets of its own, all at once.
+// per_layer: the inputs that every layer of an E model gets of its own, all at once, of gridDim.y tokens.
 //
 // out[l][p] = (rms_norm(projected[l] * PROJECTED_SCALE)[p] * weight[p] + own[l P + p] * OWN_SCALE) * SCALE, own: the token's row of
 // a packed table. projected float32 [PLANES][L P] and out float32 [L P], see handover.cuh. Float32 throughout; sums of squares by
@@ -8,8 +8,9 @@ constexpr int PER_LANE = (P + 31) / 32;
 
 extern "C" __global__ void per_layer(const float* projected, const float* weight, const u8* table, const State* state, float* out) {
     let_next_start();
-    int warps = blockDim.x / 32, layer = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32, token = state->token;
+    int warps = blockDim.x / 32, layer = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32, token = state[blockIdx.y].token;
     u32 parity = parity_of(state);
+    projected += blockIdx.y * (PLANES * L * P), out += blockIdx.y * (L * P);
     if (layer < L) {
         constexpr int records = (L * P + FORM::COLUMNS - 1) / FORM::COLUMNS;
         float own[PER_LANE], v[PER_LANE], by[PER_LANE];

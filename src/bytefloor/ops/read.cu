@@ -1,13 +1,27 @@
-// read: sums 16-byte words of a buffer far larger than L2: the stream limit that every share is a share of.
-// Defined by the host: THREADS. n_words: 16-byte words.
-extern "C" __global__ void __launch_bounds__(THREADS) read(const uint4* words, int n_thousands, u32* out) {
+// read: a buffer far larger than L2 through a ring in shared memory, as the products read theirs: the stream limit that every
+// share is a share of. Nothing is done with what arrives but one word a lane, so that this bounds them from above.
+// Defined by the host: SLOT (bytes of a copy), SLOTS.
+constexpr int AT_BARRIERS = SLOTS * SLOT;
+
+extern "C" __global__ void __launch_bounds__(32) read(const u8* from, int n_slots, u32* out) {
+    extern __shared__ __align__(128) u8 bytes[];
+    u64* full = (u64*)(bytes + AT_BARRIERS);
+    int lane = threadIdx.x;
     wait_for_previous();
-    size_t n = (size_t)n_thousands * 1024, stride = (size_t)gridDim.x * THREADS;
-    u32 total = 0;
-#pragma unroll 8
-    for (size_t i = blockIdx.x * (size_t)THREADS + threadIdx.x; i < n; i += stride) {
-        uint4 v = __ldcs(words + i);
-        total += v.x ^ v.y ^ v.z ^ v.w;
+    if (lane < SLOTS) barrier_init(full + lane, FILL_ARRIVALS);
+    barriers_are_set();
+    __syncwarp();
+    auto fill = [=](int at, int slot) {
+        if (at < n_slots && lane < FILLERS) fill_slot(bytes + slot * SLOT, from + (size_t)at * SLOT, SLOT, full + slot, lane);
+    };
+    for (int slot = 0; slot < SLOTS; slot++) fill(blockIdx.x + slot * gridDim.x, slot);
+    u32 total = 0, phase = 0;
+    for (int at = blockIdx.x, slot = 0; at < n_slots; at += gridDim.x) {
+        barrier_wait(full + slot, phase);
+        total ^= ((const u32*)(bytes + slot * SLOT))[lane];
+        __syncwarp();
+        fill(at + SLOTS * gridDim.x, slot);
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
     }
     if (total == 0x12345678) *out = total;
 }

@@ -30,7 +30,8 @@ def round_to(x: Tensor, to: str) -> Tensor:
     if to in LARGEST_CODE:
         return _round_codes(x, LARGEST_CODE[to])
     if to in LARGEST_OF_ALL:
-        return _round_with_one_scale(x, to)
+        codes, scale = code_row(x, to)
+        return codes * scale[..., None]
     known = ", ".join(("float32", "bf16", *LARGEST_CODE, *LARGEST_OF_ALL))
     raise UnsupportedError(f"round_to: {to} is no rounding of this version ({known})")
 
@@ -44,13 +45,18 @@ def _round_codes(x: Tensor, largest: int) -> Tensor:
     return (codes * scale).flatten(-2)[..., :width]
 
 
-def _round_with_one_scale(x: Tensor, to: str) -> Tensor:
-    """Codes are chosen against the scale as it is stored, which may be smaller than the largest value asks for."""
+def code_row(x: Tensor, to: str) -> tuple[Tensor, Tensor]:
+    """(values of the codes [..., K], scales [...]) of rows with one scale each, both in x's dtype.
+
+    Codes are chosen against the scale as it is stored, which may be smaller than the largest value asks for. A row that
+    is not finite has codes of zero and a scale of NaN.
+    """
     largest = LARGEST_OF_ALL[to]
     scale = (x.abs().amax(dim=-1, keepdim=True) / largest).to(torch.bfloat16).to(x.dtype)
+    scale = torch.where(scale.isinf(), torch.nan, scale)
     scaled = torch.where(scale > 0, x / scale, 0).clamp(-largest, largest)
     codes = scaled.round() if to == "int8" else scaled.to(torch.float8_e4m3fn).to(x.dtype)
-    return codes * scale
+    return codes, scale[..., 0]
 
 
 OP = Op(

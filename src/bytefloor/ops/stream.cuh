@@ -40,13 +40,19 @@ __device__ __forceinline__ float e4m3_as_float(u32 code) {
 
 struct Lane {  // who this lane is, and which groups its column of activations belongs to
     int index, g, t;
-    u32 of_set[4];   // all ones for the group of a set that column g stands for
-    u32 of_step[2];  // the same where columns stand for halves of 16 elements of a step's two groups
-    __device__ __forceinline__ explicit Lane(int lane) : index(lane), g(lane >> 2), t(lane & 3) {
-        for (int i = 0; i < 4; i++) of_set[i] = g >> 1 == i ? ~0u : 0u;
-        for (int i = 0; i < 2; i++) of_step[i] = g >> 2 == i && (g >> 1 & 1) == t >> 1 ? ~0u : 0u;
+    int place;  // 4 g + t: where the scales of rows g and g + 8 stand for the group that this lane has the sums of
+    u32 set_masks[4], step_masks[2];
+    __device__ __forceinline__ explicit Lane(int lane) : index(lane), g(lane >> 2), t(lane & 3), place(lane) {
+        for (int i = 0; i < 4; i++) set_masks[i] = g >> 1 == i ? ~0u : 0u;
+        for (int i = 0; i < 2; i++) step_masks[i] = g >> 2 == i && (g >> 1 & 1) == t >> 1 ? ~0u : 0u;
     }
+    // All ones for the group of a set that column g stands for; the same where columns stand for halves of 16 elements of a
+    // step's two groups.
+    __device__ __forceinline__ u32 of_set(int i) const { return set_masks[i]; }
+    __device__ __forceinline__ u32 of_step(int i) const { return step_masks[i]; }
 };
+// Whether a mask leaves nothing, where that is known before a kernel runs.
+__device__ __forceinline__ constexpr bool is_none(u32) { return false; }
 
 // Activation codes in shared memory: of each group of 32 first all high bytes, then all low ones; and of each group its scale,
 // and the scale times the sums of the first 16 codes, of the last 16, and of all.
@@ -58,6 +64,7 @@ struct Activations {
     __device__ __forceinline__ uint2 of_step(int k, const Lane& at) const {
         return ((const uint2*)codes)[k / 4 + (at.g >> 2) * 8 + (at.g & 1) * 4 + at.t];
     }
+    __device__ __forceinline__ float4 scale_of(int group) const { return scales[group]; }
 };
 
 struct Sums {  // of rows g and g + 8 with two columns of activations, high and low
@@ -71,18 +78,21 @@ struct Sums {  // of rows g and g + 8 with two columns of activations, high and 
 };
 
 // 16 rows by 32 bytes of weights (first halves of rows g and g + 8, then the others) times eight columns of codes.
-__device__ __forceinline__ void multiply(Sums& sums, u32 front0, u32 front1, u32 back0, u32 back1, uint2 x, u32 mask) {
+template <typename MASK>
+__device__ __forceinline__ void multiply(Sums& sums, u32 front0, u32 front1, u32 back0, u32 back1, uint2 x, MASK mask) {
+    if (is_none(mask)) return;
     multiply_bytes(sums.high0, sums.low0, sums.high1, sums.low1, front0, front1, back0, back1, x.x & mask, x.y & mask);
 }
 
 // A group of 4-bit codes of two rows.
-__device__ __forceinline__ void multiply4(Sums& sums, u32 row0, u32 row1, uint2 x, u32 mask) {
+template <typename MASK> __device__ __forceinline__ void multiply4(Sums& sums, u32 row0, u32 row1, uint2 x, MASK mask) {
     multiply(sums, row0 & NIBBLES, row1 & NIBBLES, row0 >> 4 & NIBBLES, row1 >> 4 & NIBBLES, x, mask);
 }
 
 // The same with upper bits that already stand in place (0x10 for fifth bits, 0x30 for fifth and sixth).
+template <typename MASK>
 __device__ __forceinline__ void multiply_more(Sums& sums, u32 row0, u32 row1, u32 front0, u32 back0, u32 front1, u32 back1, uint2 x,
-                                              u32 mask) {
+                                              MASK mask) {
     multiply(sums, (row0 & NIBBLES) | front0, (row1 & NIBBLES) | front1, (row0 >> 4 & NIBBLES) | back0,
              (row1 >> 4 & NIBBLES) | back1, x, mask);
 }
@@ -96,8 +106,8 @@ __device__ __forceinline__ u32 upper(u32 plane, int run) {
 }
 
 // The two groups of a step, of 4-bit codes or with a fifth bit.
-template <bool HAS_FIFTH>
-__device__ __forceinline__ void multiply_step(Sums (&sums)[2], uint4 u, u32 plane, uint2 x, u32 mask0, u32 mask1) {
+template <bool HAS_FIFTH, typename MASK>
+__device__ __forceinline__ void multiply_step(Sums (&sums)[2], uint4 u, u32 plane, uint2 x, MASK mask0, MASK mask1) {
     if (HAS_FIFTH) {
         multiply_more(sums[0], u.x, u.y, fifth(plane, 0), fifth(plane, 1), fifth(plane, 2), fifth(plane, 3), x, mask0);
         multiply_more(sums[1], u.z, u.w, fifth(plane, 4), fifth(plane, 5), fifth(plane, 6), fifth(plane, 7), x, mask1);
@@ -125,22 +135,22 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
     static constexpr int COLUMNS = 256, HIGH = 2048, SCALES = HIGH + (HAS_FIFTH ? 512 : 0), MINIMUMS = SCALES + 128,
                          SUPER = MINIMUMS + 128, BYTES = SUPER + 64;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
-        u32 scales = ((const u32*)(record + SCALES))[at.index], minimums = ((const u32*)(record + MINIMUMS))[at.index];
+        u32 scales = ((const u32*)(record + SCALES))[at.place], minimums = ((const u32*)(record + MINIMUMS))[at.place];
         uint4 planes = HAS_FIFTH ? ((const uint4*)(record + HIGH))[at.index] : make_uint4(0, 0, 0, 0);
         uint2 super = ((const uint2*)(record + SUPER))[at.g];
         float positive0 = 0, negative0 = 0, positive1 = 0, negative1 = 0;
 #pragma unroll
         for (int set = 0; set < 2; set++) {
             uint2 b = x.of_set(k + set * 128, at);
-            float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+            float4 f = x.scale_of((k >> 5) + set * 4 + at.t);
             Sums halves[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int step = set * 2 + half;
                 uint4 u = codes[step * 32];
-                multiply_step<HAS_FIFTH>(halves, u, word_of(planes, step), b, at.of_set[2 * half], at.of_set[2 * half + 1]);
+                multiply_step<HAS_FIFTH>(halves, u, word_of(planes, step), b, at.of_set(2 * half), at.of_set(2 * half + 1));
             }
             Sums sums = halves[0] + halves[1];
             // Scale times sum is exact: 63 * 31 * 32 * 32512 is below 2^31.
@@ -170,19 +180,19 @@ using Q5_K = K45<true>;
 struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activations stand for halves of groups
     static constexpr int COLUMNS = 256, HIGH = 2048, SCALES = HIGH + 1024, SUPER = SCALES + 256, BYTES = SUPER + 32;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         const uint2* high = (const uint2*)(record + HIGH) + at.index;
-        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+        uint2 scales = ((const uint2*)(record + SCALES))[at.place];
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint2 b = x.of_step(k + step * 64, at), h = high[step * 32];
-            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            float4 f = x.scale_of((k >> 5) + step * 2 + (at.t >> 1));
             uint4 u = codes[step * 32];
             Sums sums;  // the chains of four steps are as many as can be under way
-            multiply_more(sums, u.x, u.y, upper(h.x, 0), upper(h.x, 1), upper(h.x, 2), upper(h.x, 3), b, at.of_step[0]);
-            multiply_more(sums, u.z, u.w, upper(h.y, 0), upper(h.y, 1), upper(h.y, 2), upper(h.y, 3), b, at.of_step[1]);
+            multiply_more(sums, u.x, u.y, upper(h.x, 0), upper(h.x, 1), upper(h.x, 2), upper(h.x, 3), b, at.of_step(0));
+            multiply_more(sums, u.z, u.w, upper(h.y, 0), upper(h.y, 1), upper(h.y, 2), upper(h.y, 3), b, at.of_step(1));
             u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
             float offset = -32.f * (at.t & 1 ? f.z : f.y);
             total0 = fmaf((float)(i8)pair, fmaf(f.x, (float)sums.row0(), offset), total0);
@@ -207,7 +217,7 @@ struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activatio
 template <int STEPS> struct Stepped {
     static constexpr int COLUMNS = 64 * STEPS, GROUPS = STEPS == 1 ? 2 : 4, SETS = 2 * STEPS / GROUPS;
     // Where the scales of rows g and g + 8 stand for group t of a set.
-    static __device__ __forceinline__ int scale_at(int set, const Lane& at) { return (set * 8 + at.g) * GROUPS + at.t; }
+    template <typename LANE> static __device__ __forceinline__ int scale_at(int set, const LANE& at) { return (set * 8 + at.g) * GROUPS + at.t; }
     static __device__ __forceinline__ int scale_at(int row, int column) {
         return ((column / (32 * GROUPS)) * 8 + (row & 7)) * GROUPS + (column >> 5) % GROUPS;
     }
@@ -219,7 +229,7 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
     static constexpr int HIGH = 512 * STEPS, SCALES = HIGH + (HAS_FIFTH ? 128 * STEPS : 0), SCALE_BYTES = HAS_MINIMUM ? 4 : 2,
                          BYTES = SCALES + 32 * STEPS * SCALE_BYTES, OFFSET = HAS_MINIMUM ? 0 : HAS_FIFTH ? 16 : 8;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         float total0 = 0, total1 = 0;
 #pragma unroll
@@ -231,11 +241,11 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
                 int step = set * 2 + half;
                 uint4 u = codes[step * 32];
                 u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[step * 32 + at.index] : 0;
-                multiply_step<HAS_FIFTH>(halves, u, plane, b, at.of_set[2 * half], at.of_set[2 * half + 1]);
+                multiply_step<HAS_FIFTH>(halves, u, plane, b, at.of_set(2 * half), at.of_set(2 * half + 1));
             }
             Sums sums = halves[0] + halves[1];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+                float4 f = x.scale_of((k >> 5) + set * 4 + at.t);
                 if (HAS_MINIMUM) {
                     uint2 pair = ((const uint2*)(record + SCALES))[Base::scale_at(set, at)];
                     float2 d0 = __half22float2(*(const __half2*)&pair.x), d1 = __half22float2(*(const __half2*)&pair.y);
@@ -269,7 +279,7 @@ template <int STEPS> struct Q8_0 : Stepped<STEPS> {  // d code, int8
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 1024 * STEPS, BYTES = SCALES + 64 * STEPS;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         float total0 = 0, total1 = 0;
 #pragma unroll
@@ -279,11 +289,11 @@ template <int STEPS> struct Q8_0 : Stepped<STEPS> {  // d code, int8
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++) {
                 uint4 u = codes[(set * Base::GROUPS + i) * 32];
-                multiply(halves[i % 2], u.x, u.y, u.z, u.w, b, at.of_set[i]);
+                multiply(halves[i % 2], u.x, u.y, u.z, u.w, b, at.of_set(i));
             }
             Sums sums = halves[0] + halves[1];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float scale = x.scales[(k >> 5) + set * 4 + at.t].x;
+                float scale = x.scale_of((k >> 5) + set * 4 + at.t).x;
                 float2 d = __half22float2(((const __half2*)(record + SCALES))[Base::scale_at(set, at)]);
                 total0 = fmaf(d.x, scale * (float)sums.row0(), total0);
                 total1 = fmaf(d.y, scale * (float)sums.row1(), total1);
@@ -321,7 +331,7 @@ template <int STEPS, bool IS_BF16> struct Plain16 : Stepped<STEPS> {
         multiply_halves<IS_BF16>(sums, a.x, a.y, a.z, a.w, b0, b1);
     }
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* weights = (const uint4*)record + at.index;
         float total0 = 0, total1 = 0;
 #pragma unroll
@@ -332,12 +342,13 @@ template <int STEPS, bool IS_BF16> struct Plain16 : Stepped<STEPS> {
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++) {
                 const uint4* group = weights + (set * Base::GROUPS + i) * 64;
-                u32 mask = at.of_set[i];
+                auto mask = at.of_set(i);
+                if (is_none(mask)) continue;
                 multiply(sums, group[0], codes[0] & mask, codes[1] & mask);
                 multiply(sums, group[32], codes[2] & mask, codes[3] & mask);
             }
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float scale = x.scales[(k >> 5) + set * 4 + at.t].x;
+                float scale = x.scale_of((k >> 5) + set * 4 + at.t).x;
                 total0 = fmaf(scale, fmaf(256.f, sums[0], sums[1]), total0);
                 total1 = fmaf(scale, fmaf(256.f, sums[2], sums[3]), total1);
             }

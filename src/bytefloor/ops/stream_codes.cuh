@@ -18,8 +18,9 @@ template <int BITS, int STEPS> struct CodePlanes {
         if (BITS == 3) out |= (bit < 2 ? bits << (2 - bit) : bits >> (bit - 2)) & 0x04040404;
         return out;
     }
-    static __device__ __forceinline__ void multiply_group(Sums& sums, const u8* record, int step, int group, const Lane& at, uint2 x,
-                                                          u32 mask) {
+    template <typename LANE, typename MASK>
+    static __device__ __forceinline__ void multiply_group(Sums& sums, const u8* record, int step, int group, const LANE& at, uint2 x,
+                                                          MASK mask) {
         if (BITS == 8) {
             uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
             multiply(sums, u.x, u.y, u.z, u.w, x, mask);
@@ -54,7 +55,7 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         return __half22float2(*(const __half2*)&word);
     }
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int set = 0; set < Base::SETS; set++) {
@@ -62,10 +63,10 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
             Sums halves[2];
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++)
-                Codes::multiply_group(halves[i % 2], record, (set * Base::GROUPS + i) / 2, i % 2, at, b, at.of_set[i]);
+                Codes::multiply_group(halves[i % 2], record, (set * Base::GROUPS + i) / 2, i % 2, at, b, at.of_set(i));
             Sums sums = halves[0] + halves[1];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float4 f = x.scales[(k >> 5) + set * 4 + at.t];
+                float4 f = x.scale_of((k >> 5) + set * 4 + at.t);
                 uint2 pair = ((const uint2*)(record + SCALES))[at.g * GROUPS_A_ROW + (set * Base::GROUPS + at.t) * 32 / GROUP];
                 float2 row0 = both(pair.x), row1 = both(pair.y);
                 total0 = fmaf(row0.x, f.x * (float)sums.row0(), fmaf(fmaf((float)Codes::OFFSET, row0.x, row0.y), f.w, total0));
@@ -87,17 +88,17 @@ struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
     using Codes = CodePlanes<2, 4>;
     static constexpr int COLUMNS = 256, SCALES = Codes::BYTES, SUPER = SCALES + 256, BYTES = SUPER + 64;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
-        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
+        uint2 scales = ((const uint2*)(record + SCALES))[at.place];
         float positive0 = 0, negative0 = 0, positive1 = 0, negative1 = 0;
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint2 b = x.of_step(k + step * 64, at);
-            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            float4 f = x.scale_of((k >> 5) + step * 2 + (at.t >> 1));
             float all = at.t & 1 ? f.z : f.y;
             Sums sums;
-            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step[0]);
-            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step[1]);
+            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step(0));
+            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step(1));
             u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
             positive0 = fmaf(f.x, (float)((int)(pair & 15) * sums.row0()), positive0);
             positive1 = fmaf(f.x, (float)((int)(pair >> 8 & 15) * sums.row1()), positive1);
@@ -122,16 +123,16 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
     using Codes = CodePlanes<3, 4>;
     static constexpr int COLUMNS = 256, SCALES = Codes::BYTES, SUPER = SCALES + 256, BYTES = SUPER + 32;
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
-        uint2 scales = ((const uint2*)(record + SCALES))[at.index];
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
+        uint2 scales = ((const uint2*)(record + SCALES))[at.place];
         float total0 = 0, total1 = 0;
 #pragma unroll
         for (int step = 0; step < 4; step++) {
             uint2 b = x.of_step(k + step * 64, at);
-            float4 f = x.scales[(k >> 5) + step * 2 + (at.t >> 1)];
+            float4 f = x.scale_of((k >> 5) + step * 2 + (at.t >> 1));
             Sums sums;
-            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step[0]);
-            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step[1]);
+            Codes::multiply_group(sums, record, step, 0, at, b, at.of_step(0));
+            Codes::multiply_group(sums, record, step, 1, at, b, at.of_step(1));
             u32 pair = (step < 2 ? scales.x : scales.y) >> 16 * (step & 1);
             float offset = -4.f * (at.t & 1 ? f.z : f.y);
             total0 = fmaf((float)(i8)pair, fmaf(f.x, (float)sums.row0(), offset), total0);
@@ -149,22 +150,19 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
     }
 };
 
-// E4M3 codes, as halves of 2^-8 of their value times codes of activations that are halves too; exact products, float32 sums.
+// E4M3 codes, as halves times codes of activations that are halves too; exact products, float32 sums.
 // A float scale for the record's columns of each row, or with IS_MX an E8M0 one for each 32.
 template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
     using Base = Stepped<STEPS>;
     static constexpr int SCALES = 1024 * STEPS, BYTES = SCALES + (IS_MX ? 32 * STEPS : 64);
 
-    static __device__ __forceinline__ u32 as_halves(u32 spread) { return (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 1; }
-    static __device__ __forceinline__ u32 front(u32 codes) { return as_halves(__byte_perm(codes, 0, 0x1404)); }
-    static __device__ __forceinline__ u32 back(u32 codes) { return as_halves(__byte_perm(codes, 0, 0x3424)); }
     static __device__ __forceinline__ float power_of_two(u32 e) { return __uint_as_float(e ? e << 23 : 0x00400000u); }  // 2^(e - 127)
     static __device__ __forceinline__ float scale_of(const u8* record, int g, int group, int row) {
         if (IS_MX) return power_of_two(record[SCALES + (g * 2 * STEPS + group) * 2 + row]);
         return ((const float*)(record + SCALES))[g * 2 + row];
     }
 
-    static __device__ __forceinline__ float2 dot(const u8* record, const Lane& at, Activations x, int k) {
+    template <typename LANE, typename X> static __device__ __forceinline__ float2 dot(const u8* record, const LANE& at, const X& x, int k) {
         const uint4* codes = (const uint4*)record + at.index;
         float total0 = 0, total1 = 0;
 #pragma unroll
@@ -172,16 +170,24 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
             uint2 b = x.of_set(k + set * 128, at);
             u32 pairs[4] = {Plain16<STEPS, false>::two_codes(b.x, 0), Plain16<STEPS, false>::two_codes(b.x, 2),
                             Plain16<STEPS, false>::two_codes(b.y, 0), Plain16<STEPS, false>::two_codes(b.y, 2)};
-            float sums[4] = {0, 0, 0, 0};
+            // Two chains are shorter than one; what a group leaves in the columns of the others is zero.
+            float chains[2][4] = {};
 #pragma unroll
             for (int i = 0; i < Base::GROUPS; i++) {
                 uint4 u = codes[(set * Base::GROUPS + i) * 32];
-                u32 mask = at.of_set[i];
-                multiply_halves<false>(sums, front(u.x), front(u.y), back(u.x), back(u.y), pairs[0] & mask, pairs[1] & mask);
-                multiply_halves<false>(sums, front(u.z), front(u.w), back(u.z), back(u.w), pairs[2] & mask, pairs[3] & mask);
+                auto mask = at.of_set(i);
+                if (is_none(mask)) continue;
+                float(&sums)[4] = chains[i % 2];
+                multiply_halves<false>(sums, e4m3_as_halves(u.x, 0), e4m3_as_halves(u.y, 0), e4m3_as_halves(u.x, 2),
+                                       e4m3_as_halves(u.y, 2), pairs[0] & mask, pairs[1] & mask);
+                multiply_halves<false>(sums, e4m3_as_halves(u.z, 0), e4m3_as_halves(u.w, 0), e4m3_as_halves(u.z, 2),
+                                       e4m3_as_halves(u.w, 2), pairs[2] & mask, pairs[3] & mask);
             }
+            float sums[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[i] = chains[0][i] + chains[1][i];
             if (Base::GROUPS == 4 || at.t < Base::GROUPS) {
-                float by = x.scales[(k >> 5) + set * 4 + at.t].x * 256.f;
+                float by = x.scale_of((k >> 5) + set * 4 + at.t).x;
                 int group = set * Base::GROUPS + at.t;
                 total0 = fmaf(scale_of(record, at.g, group, 0), by * fmaf(256.f, sums[0], sums[1]), total0);
                 total1 = fmaf(scale_of(record, at.g, group, 1), by * fmaf(256.f, sums[2], sums[3]), total1);

@@ -21,7 +21,7 @@ from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.kernels import cache_folder
-from bytefloor.engine.loading import choose_device, make_executor
+from bytefloor.engine.loading import check_kv, choose_device, make_executor
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Silent
 from bytefloor.engine.reference import ReferenceExecutor
@@ -33,6 +33,7 @@ from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
+from bytefloor.ops.pages import codes_and_scales, holds_codes
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, say, spread
 from bytefloor.tools.models import find_model
 
@@ -49,7 +50,7 @@ CHECKED = 8
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure: prompts, tokens, depths, how often."""
+    """What to measure: prompts, tokens, depths, how often. kv: what the cache keeps, see ``EngineOptions``."""
 
     n_prompt: tuple[int, ...]
     n_gen: int
@@ -57,13 +58,16 @@ class BenchOptions:
     repeats: int
     device: str = "auto"
     capacity: int | None = None
+    kv: str | None = None
+    batches: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
 class Row(Measured):
     """One measurement. Rates are medians; spread is (largest - smallest) / median. None: not measured.
 
-    sampling: greedy, or sampled with the default parameters of ``run``; None for prompts, which give no token.
+    batch: sequences that decode together, of all of which tok_s is. sampling: greedy, or sampled with the default
+    parameters of ``run``; None for prompts, which give no token. kv: what the cache keeps.
     file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
     makes of them. host_us: the host's time to start one token. host_memory_gb: of the weights, what kernels read from
     pinned host memory. load_s: from opening the file to ready, kernels in the cache; first_start_s: the same where
@@ -72,8 +76,8 @@ class Row(Measured):
     """
 
     COLUMNS: ClassVar = (
-        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "tok_s", "tok_s_spread", "share", "load_s",
-        "first_start_s", "checksum",
+        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "batch", "kv", "tok_s", "tok_s_spread", "share",
+        "load_s", "first_start_s", "checksum",
     )  # fmt: skip
     verb: str
     model: str
@@ -83,6 +87,7 @@ class Row(Measured):
     n_gen: int
     depth: int
     batch: int
+    kv: str
     tok_s: float
     tok_s_spread: float | None
     share: float | None
@@ -110,17 +115,23 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     NumericalError when kernels disagree with torch operations over the same weights, or a replayed graph with its
     kernels launched one by one.
     """
+    check_kv(options.kv)
     device = choose_device(options.device)
     depths, prompts, capacity = _choose_lengths(open_model(name, device), options)
     limit = measure_limit(device)
     words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
-    opened = _open(name, CachePlan(capacity, PROMPT_CHUNK), device, Advice(words, words))
+    plan = CachePlan(capacity, PROMPT_CHUNK, max(options.batches, default=1))
+    opened = _open(name, plan, device, Advice(words, words), options.kv)
     say(opened.notices)
     runner = _Runner(opened, options, limit)
     runner.check_kernels()
     for depth in depths:
-        yield runner.decode(depth)
-        yield runner.decode_sampled(depth)
+        for n in options.batches:
+            if n == 1:
+                yield runner.decode(depth)
+                yield runner.decode_sampled(depth)
+            else:
+                yield runner.decode_together(depth, n)
     for n_prompt in prompts:
         yield runner.prompt(n_prompt)
 
@@ -167,23 +178,23 @@ class _Opened:
     first_start_s: float | None = None
 
 
-def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advice) -> _Opened:
+def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
     """Open and time it; once more where the first time had kernels to compile, to time it without."""
     n_compiled = _count_compiled()
-    opened = _open_once(name, plan, device, advice)
+    opened = _open_once(name, plan, device, advice, kv)
     if _count_compiled() == n_compiled:
         return opened
     first_start_s = opened.load_s
     del opened
     free_memory(device)
-    again = _open_once(name, plan, device, advice)
+    again = _open_once(name, plan, device, advice, kv)
     return _Opened(again.model, again.executor, again.notices, again.load_s, first_start_s)
 
 
-def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice) -> _Opened:
+def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
     start = _now(device)
     model = open_model(name, device)
-    executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice)
+    executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice, kv=kv)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
     return _Opened(model, executor, notices, round(_now(device) - start, 3))
 
@@ -224,16 +235,19 @@ class _Runner:
 
     def _fill_cache(self) -> None:
         generator = torch.Generator(self.executor.device).manual_seed(1)
-        for pool in self.executor.pools.values():
-            pool.normal_(generator=generator)
+        for kind in self.executor.step.kinds:
+            pool = self.executor.pools[kind.name]
+            if holds_codes(pool):
+                codes, scales = codes_and_scales(pool, kind.head_size)
+                codes.random_(0, 127, generator=generator)  # none of which is NaN
+                scales.fill_(2**-6)
+            else:
+                pool.normal_(generator=generator)
 
     def _cache_at(self, depth: int) -> SequenceCache:
         kinds: tuple[CacheKind, ...] = self.executor.step.kinds
         cache = SequenceCache(self.executor.plan, kinds, make_pools(self.executor.plan, kinds))
-        while cache.length < depth:
-            n = min(64, depth - cache.length)
-            cache.reserve(n)
-            cache.commit(n)
+        _fill_to(cache, depth)
         return cache
 
     def _decode(self, cache: SequenceCache, n_tokens: int, token: int) -> list[int]:
@@ -356,6 +370,55 @@ class _Runner:
         rates, tokens = self._time_tokens(self._sample, depth)
         return self._row("decode", "sampled", 0, depth, rates, _hash(tokens))
 
+    def decode_together(self, depth: int, n: int) -> Row:
+        """Best tokens a second of n sequences at a depth, a step of all at a time."""
+        kinds, n_gen = self.executor.step.kinds, self.options.n_gen
+        pools = make_pools(self.executor.plan, kinds)
+        caches = [SequenceCache(self.executor.plan, kinds, pools) for _ in range(n)]
+        for cache in caches:
+            _fill_to(cache, depth)
+        tokens = self._together(caches, CHECKED)
+        if isinstance(self.executor, DeviceExecutor):
+            again = self._alone(self.executor, caches)
+            if min(map(min, tokens)) < 0 or tokens != again:
+                raise NumericalError(f"depth {depth}: tokens {tokens} together, {again} alone: a kernel is wrong")
+        self._together(caches, n_gen)
+        rates = []
+        for _ in range(self.options.repeats):
+            start = _now(self.executor.device)
+            tokens = self._together(caches, n_gen)
+            rates.append(n * n_gen / (_now(self.executor.device) - start))
+        return self._row("decode", "greedy", 0, depth, rates, _hash([token for own in tokens for token in own]), n)
+
+    def _together(self, caches: list[SequenceCache], n_tokens: int) -> list[list[int]]:
+        """n_tokens of each sequence, which keep none of them."""
+        batch = Batch()
+        for i, cache in enumerate(caches):
+            cache.append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=n_tokens)
+        if isinstance(self.executor, DeviceExecutor):
+            return self.executor.decode_greedy_together(batch, n_tokens).tolist()
+        found: list[list[int]] = [[] for _ in caches]
+        for _ in range(n_tokens):
+            batch.tokens = self.executor.run(batch).argmax(-1).tolist()
+            batch.slots = batch.positions = [slot + 1 for slot in batch.slots]
+            for own, token in zip(found, batch.tokens, strict=True):
+                own.append(token)
+        return found
+
+    @staticmethod
+    def _alone(executor: DeviceExecutor, caches: list[SequenceCache]) -> list[list[int]]:
+        """The first tokens of each sequence by itself, launched kernel by kernel."""
+        found = []
+        for i, cache in enumerate(caches):
+            batch, own = Batch(), list[int]()
+            cache.append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=CHECKED)
+            for _ in range(CHECKED):
+                own.append(int(executor.run(batch, is_eager=True)[0].argmax()))
+                batch.tokens, batch.copies = [own[-1]], []
+                batch.slots = batch.positions = [batch.slots[0] + 1]
+            found.append(own)
+        return found
+
     def _time_tokens(
         self, make: Callable[[SequenceCache, int, int], list[int]], depth: int
     ) -> tuple[list[float], list[int]]:
@@ -393,12 +456,20 @@ class _Runner:
         return round(self.executor.memory_plan.on_host / 1e9, 3) if isinstance(self.executor, DeviceExecutor) else None
 
     def _row(
-        self, verb: str, sampling: str | None, n_prompt: int, depth: int, rates: list[float], checksum: str | None
+        self,
+        verb: str,
+        sampling: str | None,
+        n_prompt: int,
+        depth: int,
+        rates: list[float],
+        checksum: str | None,
+        batch: int = 1,
     ) -> Row:
         rate, device, model = median(rates), self.executor.device, self.opened.model
         n_gen = 0 if n_prompt else self.options.n_gen
         weights, cache = token_bytes(self.executor.step, depth + n_gen // 2)
-        share = (weights + cache) * rate / (self.limit.gb_s * 1e9)
+        cache *= batch
+        share = (weights + cache) * (rate / batch) / (self.limit.gb_s * 1e9)
         return Row(
             verb=verb,
             model=model.config.name,
@@ -407,7 +478,8 @@ class _Runner:
             n_prompt=n_prompt,
             n_gen=n_gen,
             depth=depth,
-            batch=1,
+            batch=batch,
+            kv=self.executor.step.kinds[0].storage,
             tok_s=round(rate, 2),
             tok_s_spread=spread(rates),
             share=round(share, 4) if verb == "decode" else None,
@@ -425,6 +497,14 @@ class _Runner:
             notes=tuple(note for note in (*self.opened.notices, self.limit.notice) if note),
             **origin(device),
         )
+
+
+def _fill_to(cache: SequenceCache, depth: int) -> None:
+    """Take pages up to a depth, as if all before it had been written."""
+    while cache.length < depth:
+        n = min(64, depth - cache.length)
+        cache.reserve(n)
+        cache.commit(n)
 
 
 def _hash(tokens: list[int]) -> str:

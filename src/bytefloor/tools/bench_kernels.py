@@ -34,7 +34,12 @@ from bytefloor.model.step import Step
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, spread
 from bytefloor.tools.instructions import instructions_a_byte
 
-FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
+GGUF_FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
+FORMATS = (
+    *GGUF_FORMATS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "affine-2b-g64", "affine-3b-g64", "affine-4b-g32",
+    "affine-4b-g64", "affine-4b-g128", "affine-5b-g64", "affine-6b-g64", "affine-8b-g64", "FP4-E2M1-g128",
+    "FP8-E4M3-row", "NVFP4-modelopt",
+)  # fmt: skip
 MODELS = ("gemma4-12b", "llama31-8b", "qwen3-8b")
 SIZES_MB = (30, 75, 500)
 SIZE_K = 4096
@@ -155,12 +160,16 @@ def _describe_product(case: Case, fused: FusedProduct) -> Timed:
     weights = [matrix(call) for call in fused.products]
     role, k = ROLES[weights[0].name.rpartition(".")[2]], weights[0].shape[1]
     n_moved = sum(
-        stream.choose(w.stored.format_name, padded_rows(w.shape[0]), k).n_bytes(padded_rows(w.shape[0]), k)
-        for w in weights
+        form_of(w.stored.format_name, padded_rows(w.shape[0]), k).n_bytes(padded_rows(w.shape[0]), k) for w in weights
     )
     name = case.name if role == "head" else _name(case, role, fused.part)
     n_rows, n_bytes = sum(w.shape[0] for w in weights), sum(w.n_bytes for w in weights)
     return Timed(name, n_rows, k, weights[0].stored.format_name, n_bytes, n_moved)
+
+
+def form_of(kind: str, n: int, k: int) -> stream.StreamForm:
+    """The stream form of a synthetic matrix: affine ones have bf16 scales."""
+    return stream.choose(kind, n, k, torch.bfloat16 if kind.startswith("affine") else None)
 
 
 def _name(case: Case, role: str, part: str) -> str:
@@ -244,7 +253,7 @@ class _Bench:
             launches = [launch for found, launch in pairs if found == timed]
             architecture = executors[0].architecture
             times_us = time_launches(launches, architecture, self.device, self.repeats)
-            issued = instructions_a_byte(stream.choose(timed.format, stream.ROWS, timed.k), architecture)
+            issued = instructions_a_byte(form_of(timed.format, stream.ROWS, timed.k), architecture)
             yield self._row(timed, times_us, len(launches), issued)
 
     def _open(self, n_copies: int) -> list[DeviceExecutor]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bytefloor.engine.loading import choose_context
+from bytefloor.engine.loading import DEVICE_ROUNDING, check_kv, choose_context
 from bytefloor.errors import BytefloorError
 from bytefloor.files.stored import Checkpoint, StoredTensor
 from bytefloor.model.config import Rounding
@@ -34,8 +34,8 @@ class FormatCount:
 class Report:
     """Everything ``inspect`` says. token_bytes is None for a model that this version cannot run: ``refusal`` says why.
 
-    token_bytes: weights and live cache that one token of batch-1 decoding must read at the context length.
-    per_layer_bytes: of the weights, a table of per-layer embeddings.
+    token_bytes: weights and live cache that one token of batch-1 decoding must read at the context length. kv: what the
+    cache keeps. per_layer_bytes: of the weights, a table of per-layer embeddings.
     """
 
     path: str
@@ -50,6 +50,7 @@ class Report:
     weight_bytes: int
     cache_bytes: int
     token_bytes: int | None
+    kv: str
     per_layer_bytes: int = 0
 
     @property
@@ -75,6 +76,7 @@ class Report:
             "bits_per_weight": 8 * self.n_bytes / max(1, self.n_weights),
             "formats": [{**vars(count), "bits_per_weight": count.bits_per_weight} for count in self.formats],
             "context": self.context,
+            "kv": self.kv,
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "token_bytes": self.token_bytes,
@@ -91,15 +93,17 @@ class Report:
         }
 
 
-def inspect(checkpoint: Checkpoint, context: int | None) -> Report:
+def inspect(checkpoint: Checkpoint, context: int | None, kv: str | None = None) -> Report:
     """Never fails because of a tensor type or an architecture that cannot be run; it says so instead."""
+    check_kv(kv)
+    kv = kv or DEVICE_ROUNDING.cache
     refusal, model = None, None
     try:
         model = load_model(checkpoint)
     except BytefloorError as error:
         refusal = str(error)
     length = choose_context(context, model) if model is not None else 0
-    weight_bytes, cache_bytes, token_bytes = _costs(model, length) if model is not None else (0, 0, None)
+    weight_bytes, cache_bytes, token_bytes = _costs(model, length, kv) if model is not None else (0, 0, None)
     return Report(
         path=str(checkpoint.path),
         container=checkpoint.container,
@@ -113,6 +117,7 @@ def inspect(checkpoint: Checkpoint, context: int | None) -> Report:
         weight_bytes=weight_bytes,
         cache_bytes=cache_bytes,
         token_bytes=token_bytes,
+        kv=kv,
         per_layer_bytes=_per_layer_bytes(model),
     )
 
@@ -130,9 +135,9 @@ def count_formats(checkpoint: Checkpoint) -> tuple[FormatCount, ...]:
     return tuple(sorted(rows, key=lambda row: -row.n_bytes))
 
 
-def _costs(model: Model, context: int) -> tuple[int, int, int]:
-    """Stored weights, a bf16 cache of ``context`` positions, and what one token reads of both."""
-    step = build_step(model.config, model.weights, Rounding(cache="bf16"))
+def _costs(model: Model, context: int, kv: str) -> tuple[int, int, int]:
+    """Stored weights, a cache of ``context`` positions, and what one token reads of both."""
+    step = build_step(model.config, model.weights, Rounding(cache=kv))
     sizes = {"T": 1, "R": 1, "B": 1, "S": context}
     stored = {weight.name: weight.n_bytes for call in step.calls for weight in call.weights}
     token_bytes = sum(

@@ -75,12 +75,12 @@ def _print_floor(console: Console, report: Report, gb_s: float) -> None:
     milliseconds = report.token_bytes / gb_s / 1e6
     pairs = [
         ("at a context of", f"{report.context:,} positions"),
-        ("a token must read", f"{report.token_bytes:,} bytes (weights as stored, cache bf16)"),
+        ("a token must read", f"{report.token_bytes:,} bytes (weights as stored, cache {report.kv})"),
         (f"floor at {gb_s:,.0f} GB/s", f"{milliseconds:.3f} ms, {report.floor_tok_s(gb_s):,.1f} tok/s"),
         (
             "memory needed",
             f"{needed / gb:.2f} GB ({report.weight_bytes / gb:.2f} weights as stored, "
-            f"{report.cache_bytes / gb:.2f} cache bf16)",
+            f"{report.cache_bytes / gb:.2f} cache {report.kv})",
         ),
     ]
     if report.per_layer_bytes:

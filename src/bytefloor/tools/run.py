@@ -130,6 +130,7 @@ def to_json(opened: Opened, prompt: ChatPrompt, answer: Answer, n_logprobs: int)
         "prompt_tok_s": answer.finish.prompt_tok_s,
         "decode_tok_s": answer.finish.decode_tok_s,
         "context": opened.engine.capacity,
+        "kv": opened.kv,
         "device": str(opened.device),
     }
     if n_logprobs:

@@ -115,7 +115,7 @@ def summary(finish: Finish, opened: Opened) -> str:
     return (
         f"[{finish.detail}] prompt {finish.n_prompt} tokens{cached}: {finish.prompt_tok_s:.1f} tok/s; "
         f"answer {finish.n_generated} tokens: {finish.decode_tok_s:.1f} tok/s; "
-        f"context {opened.engine.capacity}; {opened.device}; seed {finish.seed}"
+        f"context {opened.engine.capacity}, cache {opened.kv}; {opened.device}; seed {finish.seed}"
     )
 
 

@@ -1,0 +1,77 @@
+"""Several sequences at once on the device, a token each: one CUDA graph a number of tokens.
+
+Tokens, positions and page tables lie in device memory, so a graph serves any sequences. Where there are fewer than the
+graph has rows, it is filled up with rows whose pages are all the null page: what they compute is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytefloor.engine.cache import NULL_PAGE
+from bytefloor.engine.launches import RINGS
+from bytefloor.engine.planner import DeviceMemory, Launch
+
+SIZES = tuple(n for n in sorted(RINGS) if n > 1)
+"""Rows of the graphs that there can be."""
+
+
+def sizes_for(n_sequences: int) -> tuple[int, ...]:
+    """The graphs that up to n_sequences at once need: the least that holds them, and all below."""
+    if n_sequences == 1:
+        return ()
+    enough = next((size for size in SIZES if size >= n_sequences), SIZES[-1])
+    return tuple(size for size in SIZES if size <= enough)
+
+
+@dataclass(frozen=True)
+class DecodingRow:
+    """A sequence's next token, its position, and its page table of each cache kind."""
+
+    token: int
+    position: int
+    tables: dict[str, list[int]]
+
+
+PADDING = DecodingRow(0, 0, {})
+
+
+class BatchGraph:
+    """One step of up to n_tokens sequences.
+
+    written: what the launches hand to each other. replay: runs the captured launches on the current stream.
+    """
+
+    def __init__(
+        self, memory: DeviceMemory, launches: Sequence[Launch], written: Sequence[Tensor], replay: Callable[[], None]
+    ) -> None:
+        self.memory, self.launches, self._written, self.replay = memory, launches, written, replay
+        self.n_tokens = memory.n_tokens
+        pin = memory.device.type == "cuda"
+        self._state = torch.zeros(self.n_tokens, 2, dtype=torch.int32, pin_memory=pin)
+        self._tables = {
+            name: torch.full_like(table, NULL_PAGE, device="cpu", pin_memory=pin)
+            for name, table in memory.tables.items()
+        }
+
+    def place(self, rows: Sequence[DecodingRow]) -> None:
+        """Put rows where the next step finds them. What was placed before must have been read by the device."""
+        padded = [*rows, *[PADDING] * (self.n_tokens - len(rows))]
+        self._state.copy_(torch.tensor([(row.token, row.position) for row in padded], dtype=torch.int32))
+        self.memory.state[:, :2].copy_(self._state, non_blocking=True)
+        for name, shown in self._tables.items():
+            empty = [NULL_PAGE] * shown.shape[1]
+            wanted = torch.tensor([row.tables.get(name, empty) for row in padded], dtype=torch.int32)
+            if not torch.equal(wanted, shown):
+                shown.copy_(wanted)
+                self.memory.tables[name].copy_(shown, non_blocking=True)
+
+    def poison(self) -> None:
+        """As ``DeviceExecutor.poison``: NaN in all that a step writes, with the parity of the last one."""
+        nan = 0x7FC00000 | (int(self.memory.state[0, 2]) - 1) % 2
+        for buffer in (*self._written, self.memory.logits):
+            buffer.view(torch.int32).fill_(nan)
