@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -244,13 +242,3 @@ def test_nan_logits_are_reported_not_sampled() -> None:
     values = torch.randn(1, 5000, device="cuda")
     values[0, 4321] = float("nan")
     assert run_logits(values, [], 0.0)[1] == -1
-
-
-def test_embedding_row_equals_the_decoded_one() -> None:
-    """K13"""
-    parts = random_parts("Q6_K", 64, 512, 3)
-    form = stream.choose("Q6_K", 64, 512)
-    out = torch.full((512,), float("nan"), device="cuda")
-    kernel = spec("embed", 128, FORM=form.name, D=512, V=64, SCALE=float(math.sqrt(512)))
-    launch(kernel, (4, 1), form.pack(parts), step_state(41), out)
-    assert relative_error(taken(out), get("Q6_K").decode(parts)[41].double() * math.sqrt(512)) < TIGHT

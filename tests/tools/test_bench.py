@@ -71,6 +71,7 @@ def test_rows_say_what_was_measured(twins: kernel_twins.TwinDevice) -> None:
     # What was not measured is not a number.
     assert (prompt.share, prompt.checksum, prompt.host_us, sampled.host_us) == (None, None, None, None)
     assert (first.first_start_s, first.device_memory_gb, first.clock_mhz) == (None, None, None)
+    assert first.host_memory_gb == 0
     assert first.host_us == 1.0
     assert (first.executor, first.notes) == ("kernels", ())
     assert next(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, repeats=1))).tok_s_spread is None

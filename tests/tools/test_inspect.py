@@ -32,6 +32,7 @@ def test_one_row_of_an_embedding_is_read_and_all_else(tmp_path: Path) -> None:
     report = report_of(tiny, 100)
     cache = 3 * 100 * 2 * 4 * 16 * BF16
     assert report.weight_bytes == stored_bytes(tiny)
+    assert report.per_layer_bytes == 0
     assert report.cache_bytes == cache
     assert report.token_bytes == stored_bytes(tiny) - (283 - 1) * 128 * F32 + cache
 
@@ -46,6 +47,16 @@ def test_a_window_bounds_what_sliding_layers_read(tmp_path: Path, context: int, 
     assert report.cache_bytes == 3 * sliding * in_window + 2 * full * context
     read = 5 * sliding * in_window + 3 * full * context
     assert report.token_bytes == stored_bytes(tiny) - per_layer_rows + tied_row + read
+    assert report.per_layer_bytes == report.to_json(50)["per_layer_bytes"] == 283 * 8 * 32 * F32
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("gemma4-e", True), ("llama", False)])
+def test_a_table_that_may_lie_in_host_memory_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, is_told: bool
+) -> None:
+    print_report(report_of(build_tiny(name, tmp_path), 100), 50, lists_tensors=False)
+    words = "per-layer embeddings  0.00 GB of the weights, in pinned host memory where the device has no room for them"
+    assert (" ".join(words.split()) in " ".join(capsys.readouterr().out.split())) == is_told
 
 
 def test_the_floor_is_bandwidth_over_bytes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from bytefloor.engine.device_highest import DeviceHighest, highest_specs
 from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
 from bytefloor.engine.launches import STORAGES
-from bytefloor.engine.memory import MemoryPlan, check_memory
+from bytefloor.engine.memory import MemoryPlan, check_memory, place_table
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
 from bytefloor.engine.progress import COMPILING, Progress, Silent
@@ -66,7 +66,10 @@ class DeviceExecutor:
         self.weights = PackedWeights(fused, self.device)
         self.batch_sizes = self._choose_batch_sizes(fused, progress)
         launches, memory_plan = self._rehearse(fused)
-        check_memory(memory_plan, progress, advice)
+        self.memory_plan = place_table(memory_plan)
+        if self.memory_plan.on_host:
+            self.weights.keep_table_on_host()
+        check_memory(self.memory_plan, progress, advice)
         unpacks = unpack_specs(step, self.weights)
         finders = highest_specs(self._n_vocabulary)
         specs = [*(launch.kernel for launch in launches), *unpacks.values(), *finders.values()]
@@ -137,10 +140,8 @@ class DeviceExecutor:
         sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
         running = prompt_bytes(self.step, self.plan, self.device) + sampling
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
-        plan = MemoryPlan(
-            self.device, self.weights.n_bytes(), self.cache_bytes(), scratch, self.plan.capacity, _kv(self.step)
-        )
-        return launches, plan
+        weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
+        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
 
     def _choose_batch_sizes(self, fused: Sequence[Fused], progress: Progress) -> tuple[int, ...]:
         """Of those that the plan's sequences need, those whose products have room for the activations of all tokens."""

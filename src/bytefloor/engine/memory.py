@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,8 @@ class MemoryPlan:
     """Bytes that a model will take on a device.
 
     weights, cache: kept, the cache for n_positions. scratch: the most that is taken beside them at any time.
-    kv: what the cache keeps, in words.
+    kv: what the cache keeps, in words. table: of the weights, a table of per-layer embeddings. on_host: its bytes where
+    it lies in pinned host memory instead, and is no part of the weights.
     """
 
     device: torch.device
@@ -28,6 +29,8 @@ class MemoryPlan:
     scratch: int
     n_positions: int
     kv: str
+    table: int = 0
+    on_host: int = 0
 
     @property
     def needed(self) -> int:
@@ -53,15 +56,34 @@ class Advice:
     reference: str = ""
 
 
+def place_table(plan: MemoryPlan) -> MemoryPlan:
+    """The plan with the table of per-layer embeddings in host memory, where all together do not fit on the device.
+
+    A token reads one row of it, so that over the bus it costs little; what is streamed gets the device's memory.
+    """
+    if not plan.table or plan.needed <= available_bytes(plan.device):
+        return plan
+    return replace(plan, weights=plan.weights - plan.table, table=0, on_host=plan.table)
+
+
 def check_memory(plan: MemoryPlan, progress: Progress, advice: str) -> None:
     """Show the plan; CapacityError with every number and the advice when it exceeds what is there."""
-    available = available_bytes(plan.device)
+    available, ending = available_bytes(plan.device), f"; {advice}" if advice else ""
+    table = f"per-layer embeddings: {gigabytes(plan.on_host)} in pinned host memory"
+    beside = f"; {table}" if plan.on_host else ""
     if plan.needed > available:
-        raise CapacityError(
-            f"does not fit on {plan.device}: {plan} need {gigabytes(plan.needed)}, {gigabytes(available)} available"
-            + (f"; {advice}" if advice else "")
-        )
-    progress.note(f"{plan}: {plan.needed / 1e9:.2f} of {gigabytes(available)}")
+        needed = f"need {gigabytes(plan.needed)}, {gigabytes(available)} available"
+        raise CapacityError(f"does not fit on {plan.device}: {plan} {needed}{beside}{ending}")
+    taken, room = pinned_bytes(plan.on_host), free_host_bytes()
+    if taken > room:
+        found = f"which takes {gigabytes(taken)}, {gigabytes(room)} available there"
+        raise CapacityError(f"does not fit on {plan.device} as a whole, nor beside it: {table}, {found}{ending}")
+    progress.note(f"{plan}: {plan.needed / 1e9:.2f} of {gigabytes(available)}{beside}")
+
+
+def pinned_bytes(n_bytes: int) -> int:
+    """What a pinned tensor takes: torch rounds it up to a power of two."""
+    return 1 << (n_bytes - 1).bit_length() if n_bytes else 0
 
 
 def available_bytes(device: torch.device) -> int:
@@ -70,6 +92,11 @@ def available_bytes(device: torch.device) -> int:
         # What torch holds without using it counts as taken to the driver, and is free to us.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Memory of the host that can be taken now."""
     return min(int(psutil.virtual_memory().available), _container_bytes())
 
 

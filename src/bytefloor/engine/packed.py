@@ -12,7 +12,7 @@ from bytefloor.engine.cache import ceil_div
 from bytefloor.engine.progress import LOADING, Progress
 from bytefloor.engine.reference import refuse_not_finite
 from bytefloor.engine.staging import STAGING_BYTES, Staging
-from bytefloor.errors import BytefloorError, FileError, ShapeError, UnsupportedError
+from bytefloor.errors import BytefloorError, CapacityError, FileError, ShapeError, UnsupportedError
 from bytefloor.files.stored import ROWS_PER_SCALE_ROW
 from bytefloor.formats import stream
 from bytefloor.formats.finite import finite_rows
@@ -33,6 +33,8 @@ class PackedWeights:
     Gate and up become one matrix whose rows alternate, so that one block has both rows of an output. Sizes are known at
     once, and until ``allocate`` takes the memory all tensors are ``meta``, which launches can be planned with; ``pack``
     fills it.
+
+    The table of per-layer embeddings of an E model may lie in host memory, see ``keep_table_on_host``.
     """
 
     def __init__(self, fused: Sequence[Fused], device: torch.device) -> None:
@@ -42,6 +44,9 @@ class PackedWeights:
         self._groups = _find_groups(fused)
         self._places = {id(w): (id(group[0]), len(group), i) for group in self._groups for i, w in enumerate(group)}
         self._packed = {id(group[0]): self._room_for(group) for group in self._groups}
+        tables = (id(matrix(f.embed, "table")) for f in fused if isinstance(f, FusedPerLayer))
+        self._table = next(tables, None)
+        self._is_table_on_host = False
         others = (w for f in fused for call in f.replaces for w in call.weights if len(w.shape) != 2)
         self._others = list({id(weight): weight for weight in others}.values())
         self._vectors = {id(w): torch.empty(w.shape, device="meta") for w in self._others}
@@ -59,11 +64,27 @@ class PackedWeights:
 
     def allocate(self) -> None:
         """Take the memory of the matrices, and read the vectors, so that launches can be planned for good."""
-        self._packed = {key: torch.empty_like(packed, device=self.device) for key, packed in self._packed.items()}
+        self._packed = {key: self._allocate(key, packed) for key, packed in self._packed.items()}
         for weight in self._others:
             values = weight.load()
             refuse_not_finite(weight, values)
             self._vectors[id(weight)] = values.to(self.device).contiguous()
+
+    def keep_table_on_host(self) -> None:
+        """Before ``allocate``: the table of per-layer embeddings goes to pinned host memory, where kernels read it."""
+        self._is_table_on_host = True
+
+    def _allocate(self, key: int, packed: Tensor) -> Tensor:
+        if not (self._is_table_on_host and key == self._table):
+            return torch.empty_like(packed, device=self.device)
+        # Pinned memory of torch comes from cudaHostAlloc. With unified addressing, which every 64-bit process has, that
+        # is mapped for all devices whatever its flags, under the same address as on the host: cudaHostGetDevicePointer
+        # would return data_ptr (CUDA Runtime API, Unified Addressing). So kernels get it like any other tensor.
+        try:
+            return torch.empty(packed.numel(), dtype=packed.dtype, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            # Free memory may still be more than the system lets a process pin.
+            raise CapacityError(f"per-layer embeddings: {packed.nbytes} bytes cannot be pinned: {error}") from None
 
     def form_of(self, weight: Weight) -> stream.StreamForm:
         """The stream form of a matrix."""
@@ -75,8 +96,12 @@ class PackedWeights:
         return sum(self.form_of(w).n_bytes(padded_rows(w.shape[0]), w.shape[1]) for w in weights)
 
     def n_bytes(self) -> int:
-        """Bytes of all packed matrices and of the vectors."""
+        """Bytes of all packed matrices and of the vectors, wherever they lie."""
         return sum(tensor.nbytes for tensor in (*self._packed.values(), *self._vectors.values()))
+
+    def table_bytes(self) -> int:
+        """Bytes of the packed table of per-layer embeddings, 0 where there is none."""
+        return 0 if self._table is None else self._packed[self._table].nbytes
 
     def packing_bytes(self) -> int:
         """The most that packing takes beside the matrices: chunks on their way, and intermediates of one."""
@@ -132,7 +157,8 @@ class PackedWeights:
             whole = {name: _pad_rows(_alternate([member[name] for member in chunk])) for name in names}
             packed = form.pack(whole).view(-1)
             begin = form.n_bytes(len(group) * rows[0], group[0].shape[1])
-            self._packed[id(group[0])][begin : begin + packed.numel()].copy_(packed)
+            # To host memory too without waiting: whoever asks at the end which rows were finite waits for all of it.
+            self._packed[id(group[0])][begin : begin + packed.numel()].copy_(packed, non_blocking=True)
 
     def vector(self, weight: Weight) -> Tensor:
         """A norm's weight or a scalar, float32 on the device."""

@@ -2,7 +2,7 @@
 //
 // out[l][p] = (rms_norm(projected[l] * PROJECTED_SCALE)[p] * weight[p] + own[l P + p] * OWN_SCALE) * SCALE, own: the token's row of
 // a packed table. projected float32 [PLANES][L P] and out float32 [L P], see handover.cuh. Float32 throughout; sums of squares by
-// 32 lanes and a tree. Moves one row of the table; a warp a layer.
+// 32 lanes and a tree. Moves one row of the table, over the bus where that lies in pinned host memory; a warp a layer.
 // Defined by the host: FORM, L, P, V, PLANES, EPS, PROJECTED_SCALE, OWN_SCALE, SCALE.
 constexpr int PER_LANE = (P + 31) / 32;
 

@@ -69,9 +69,10 @@ class Row(Measured):
     batch: sequences that decode together, of all of which tok_s is. sampling: greedy, or sampled with the default
     parameters of ``run``; None for prompts, which give no token. kv: what the cache keeps.
     file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
-    makes of them. host_us: the host's time to start one token. load_s: from opening the file to ready, kernels in the
-    cache; first_start_s: the same where kernels had to be compiled first. executor: kernels, or reference. notes: what
-    the user was told of the model and the stream limit.
+    makes of them. host_us: the host's time to start one token. host_memory_gb: of the weights, what kernels read from
+    pinned host memory. load_s: from opening the file to ready, kernels in the cache; first_start_s: the same where
+    kernels had to be compiled first. executor: kernels, or reference. notes: what the user was told of the model and
+    the stream limit.
     """
 
     COLUMNS: ClassVar = (
@@ -98,6 +99,7 @@ class Row(Measured):
     first_start_s: float | None
     capacity: int
     device_memory_gb: float | None
+    host_memory_gb: float | None
     checksum: str | None
     executor: str
     notes: tuple[str, ...]
@@ -443,6 +445,10 @@ class _Runner:
     def _host_us(self) -> float | None:
         return round(self.executor.host_us(), 1) if isinstance(self.executor, DeviceExecutor) else None
 
+    def _host_memory_gb(self) -> float | None:
+        """Of the weights, what the kernels read from pinned host memory."""
+        return round(self.executor.memory_plan.on_host / 1e9, 3) if isinstance(self.executor, DeviceExecutor) else None
+
     def _row(
         self,
         verb: str,
@@ -479,6 +485,7 @@ class _Runner:
             first_start_s=self.opened.first_start_s,
             capacity=self.executor.plan.capacity,
             device_memory_gb=_memory_gb(device),
+            host_memory_gb=self._host_memory_gb(),
             checksum=checksum,
             executor="kernels" if isinstance(self.executor, DeviceExecutor) else "reference",
             notes=tuple(note for note in (*self.opened.notices, self.limit.notice) if note),

@@ -35,7 +35,7 @@ class Report:
     """Everything ``inspect`` says. token_bytes is None for a model that this version cannot run: ``refusal`` says why.
 
     token_bytes: weights and live cache that one token of batch-1 decoding must read at the context length. kv: what the
-    cache keeps.
+    cache keeps. per_layer_bytes: of the weights, a table of per-layer embeddings.
     """
 
     path: str
@@ -51,6 +51,7 @@ class Report:
     cache_bytes: int
     token_bytes: int | None
     kv: str
+    per_layer_bytes: int = 0
 
     @property
     def n_weights(self) -> int:
@@ -79,6 +80,7 @@ class Report:
             "weight_bytes": self.weight_bytes,
             "cache_bytes": self.cache_bytes,
             "token_bytes": self.token_bytes,
+            "per_layer_bytes": self.per_layer_bytes,
             "gb_s": gb_s,
             "floor_tok_s": self.floor_tok_s(gb_s),
             "notices": list(self.notices),
@@ -116,6 +118,7 @@ def inspect(checkpoint: Checkpoint, context: int | None, kv: str | None = None) 
         cache_bytes=cache_bytes,
         token_bytes=token_bytes,
         kv=kv,
+        per_layer_bytes=_per_layer_bytes(model),
     )
 
 
@@ -145,6 +148,11 @@ def _costs(model: Model, context: int, kv: str) -> tuple[int, int, int]:
         for kind in step.kinds
     )
     return sum(stored.values()), cache_bytes, token_bytes
+
+
+def _per_layer_bytes(model: Model | None) -> int:
+    table = model.weights.per_layer_embedding if model is not None else None
+    return table.n_bytes if table is not None else 0
 
 
 def _describe(model: Model) -> dict[str, Any]:

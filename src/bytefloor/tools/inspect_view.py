@@ -73,7 +73,7 @@ def _print_floor(console: Console, report: Report, gb_s: float) -> None:
     assert report.token_bytes is not None
     needed, gb = report.weight_bytes + report.cache_bytes, 1e9
     milliseconds = report.token_bytes / gb_s / 1e6
-    pairs = (
+    pairs = [
         ("at a context of", f"{report.context:,} positions"),
         ("a token must read", f"{report.token_bytes:,} bytes (weights as stored, cache {report.kv})"),
         (f"floor at {gb_s:,.0f} GB/s", f"{milliseconds:.3f} ms, {report.floor_tok_s(gb_s):,.1f} tok/s"),
@@ -82,5 +82,8 @@ def _print_floor(console: Console, report: Report, gb_s: float) -> None:
             f"{needed / gb:.2f} GB ({report.weight_bytes / gb:.2f} weights as stored, "
             f"{report.cache_bytes / gb:.2f} cache {report.kv})",
         ),
-    )
+    ]
+    if report.per_layer_bytes:
+        where = "in pinned host memory where the device has no room for them"
+        pairs.append(("per-layer embeddings", f"{report.per_layer_bytes / gb:.2f} GB of the weights, {where}"))
     _print_pairs(console, "the floor", pairs)
