@@ -171,10 +171,8 @@ def test_eight_tokens_get_the_bits_that_each_gets_alone(library: ctypes.CDLL, na
     """K05: lanes of one token are added by pairs, (0 + 1) + (2 + 3), as the kernel of one row adds them."""
     form = forms_of(name)[k]
     tokens = [random_activations(k, seed) for seed in range(8)]
-    # Rows of 512 columns, as the test compiles them, and what keeps banks apart.
-    codes, scales = np.zeros((8, 2 * 512 + 64), np.int8), np.zeros((8, 512 // 32 * 4 + 4), np.float32)
-    for t, (_, own_codes, own_scales) in enumerate(tokens):
-        codes[t, : 2 * k], scales[t, : k // 8] = own_codes.ravel(), own_scales.ravel()
+    codes = np.ascontiguousarray(np.stack([t[1] for t in tokens], axis=1))
+    scales = np.ascontiguousarray(np.stack([t[2] for t in tokens], axis=1))
     for i, record in enumerate(form.pack(as_packed(name, random_parts(name, k))).numpy()[0]):
         together = np.empty((8, 4, 2, 2), np.float32)  # g, token of a quad, quad, row
         library[f"tokens_{symbol(form)}"](

@@ -141,11 +141,10 @@ template <typename F> void lane_main() {
     warp::is_over[warp::current] = true;
 }
 
-constexpr int TOKEN_COLUMNS = 512;  // of the rows of activations
 // Two quads of tokens: out [lane][quad][row g, row g + 8].
 template <typename F> void tokens_main() {
     float2 totals[2];
-    dot_tokens<F, TOKEN_COLUMNS>(task.record, warp::current, task.x.codes, (const u8*)task.x.scales, task.k, totals);
+    dot_tokens<F, 2>(task.record, warp::current, task.x.codes, task.x.scales, task.k, totals);
     for (int q = 0; q < 2; q++) task.out[4 * warp::current + 2 * q] = totals[q].x, task.out[4 * warp::current + 2 * q + 1] = totals[q].y;
     warp::is_over[warp::current] = true;
 }

@@ -45,17 +45,6 @@ class Card:
         """Whether the next kernel of the chain can be there beside one with a ring worth having."""
         return self.multiprocessor_bytes >= 200 * 1024
 
-    def count_blocks(self, parts: int, cluster: int, n_tiles: int) -> int:
-        """Blocks of a product, of each of its parts: one a multiprocessor at most, and no more than there is work for.
-
-        Clusters lie within a group of multiprocessors, of which no card is known that has no sixteen; what a group has
-        beyond them stays without a block.
-        """
-        if cluster == 1:
-            return max(1, min(self.n_multiprocessors // parts, n_tiles))
-        n_clusters = max(1, self.n_multiprocessors // 16 * 16 // cluster // parts)
-        return min(n_clusters, ceil_div(n_tiles, cluster)) * cluster
-
     @property
     def block_bytes(self) -> int:
         """The most of a block: a little less than half where two are to fit, otherwise all."""
@@ -95,11 +84,16 @@ ONE_ROW = Rows()
 
 @dataclass(frozen=True)
 class ProductLaunch:
-    """planes: parts of the result that the consumer adds."""
+    """planes: parts of the result that the consumer adds. activations: runs before it where there are several tokens,
+    a block for each of them and each part; code_bytes, n_scales, n_flags: what it leaves, scales as floats."""
 
     kernel: KernelSpec
     n_blocks: int
     planes: int
+    activations: KernelSpec | None = None
+    code_bytes: int = 0
+    n_scales: int = 0
+    n_flags: int = 0
 
 
 def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) -> int:
@@ -115,23 +109,22 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
 class Ring:
     """How a product's block uses its warps and its shared memory.
 
-    warps: those that multiply. group: records of a slot. resident: blocks that share a multiprocessor. cluster: blocks
-    that share out the tokens' prologues, where the card has clusters.
+    group: records of a slot. resident: blocks that share a multiprocessor.
     """
 
     warps: int
     group: int
     resident: int
-    cluster: int = 1
 
 
 RINGS = {
     1: (Ring(16, 4, 2),),
-    4: (Ring(16, 4, 2, 4), Ring(8, 2, 2, 4)),
-    8: (Ring(20, 4, 1, 8), Ring(16, 2, 1, 8)),
-    16: (Ring(16, 4, 1, 8), Ring(12, 2, 1, 8), Ring(8, 2, 1, 8)),
+    4: (Ring(16, 4, 2), Ring(8, 2, 2)),
+    8: (Ring(20, 4, 1), Ring(16, 2, 1)),
+    16: (Ring(16, 4, 1), Ring(12, 2, 1), Ring(8, 2, 1)),
 }
 """By the number of tokens, in order of preference: the first that has room."""
+MOST_TOKENS = max(RINGS)
 
 
 def plan_product(
@@ -167,9 +160,9 @@ def plan_product(
         return ceil_div(n_slots, ceil_div(n_records, ring.group)) + (2 if n_tokens == 1 else 1)
 
     def shared_bytes(ring: Ring, n_slots: int) -> int:
-        activations = (2 * part_columns + part_columns // 32 * 16 + (80 if n_tokens > 1 else 0)) * n_tokens
+        activations = (2 * part_columns + part_columns // 32 * 16) * n_tokens
         shares = n_records * ROWS * 4 * n_tokens
-        beside = 2 * PRODUCT_WARPS * 4 + (16 if n_tokens > 1 else 0)
+        beside = 2 * ring.warps * 4 if n_tokens == 1 else 24
         return (
             n_slots * (ring.group * record_bytes + 24) + activations + n_buffers(ring, n_slots) * (shares + 20) + beside
         )
@@ -189,22 +182,24 @@ def plan_product(
     if fused.norm is None and fused.glu is None:
         # After attention, which leaves some multiprocessors empty, two blocks would settle on one and none on another.
         shared = max(shared, card.alone_bytes)
-    cluster = ring.cluster if card.has_room_for_two else 1
-    blocks_a_part = card.count_blocks(parts, cluster, n_tiles)
+    blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
-    constants: dict[str, Any] = {
-        "SEGMENTS": " ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
-        "COLUMNS": columns,
-        "RECORD_BYTES": record_bytes,
-        "WARPS": ring.warps,
+    before: dict[str, Any] = {
         "K": part_columns,
         "K_IN": k // parts,
         "PARTS": parts,
-        "N": n,
         "NORM": fused.norm is not None,
         "POST_NORM": fused.post_norm is not None,
         "DELTA_PLANES": delta_planes,
         "SCALAR": fused.scalar is not None,
+        "EPS": float(eps),
+    }
+    product = {
+        "SEGMENTS": " ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
+        "COLUMNS": columns,
+        "RECORD_BYTES": record_bytes,
+        "WARPS": ring.warps,
+        "N": n,
         "GLU": activation,
         "FACTOR": fused.factor is not None,
         "SLOTS": n_slots,
@@ -212,23 +207,28 @@ def plan_product(
         "BLOCKS": blocks_a_part * parts,
         "STATIC_ITEMS": min(n_slots // ceil_div(n_records, ring.group), n_tiles // blocks_a_part),
         "INTERLEAVE": 4 if fused.is_pair and n_tiles % 4 == 0 else 1,
-        "EPS": float(eps),
     }
-    threads = max(ring.warps, PRODUCT_WARPS) * 32 + 64
-    if n_tokens > 1:
-        constants |= {
-            "TOKENS": n_tokens,
-            "CLUSTER": cluster,
-            "GROUP": ring.group,
-            "THREADS": threads,
-            "RESIDENT": ring.resident,
-            "X_STRIDE": rows.x,
-            "DELTA_STRIDE": rows.delta,
-            "FACTOR_STRIDE": rows.factor,
-            "Y_STRIDE": parts * rows.y,
-        }
-    kernel = spec("product" if n_tokens == 1 else "product_tokens", threads, shared, **constants)
-    return ProductLaunch(kernel, blocks_a_part * parts, parts)
+    threads = ring.warps * 32 + 64
+    if n_tokens == 1:
+        return ProductLaunch(spec("product", threads, shared, **before, **product), blocks_a_part * parts, parts)
+    several = {
+        "TOKENS": n_tokens,
+        "GROUP": ring.group,
+        "RESIDENT": ring.resident,
+        "FACTOR_STRIDE": rows.factor,
+        "Y_STRIDE": parts * rows.y,
+    }
+    strides = {"TOKENS": n_tokens, "WARPS": PRODUCT_WARPS, "X_STRIDE": rows.x, "DELTA_STRIDE": rows.delta}
+    n_columns = part_columns * parts
+    return ProductLaunch(
+        spec("product_tokens", threads, shared, **before, **product, **several),
+        blocks_a_part * parts,
+        parts,
+        spec("activations", PRODUCT_WARPS * 32, **before, **strides),
+        2 * n_columns * n_tokens,
+        n_columns // 32 * 4 * n_tokens,
+        n_tokens * parts,
+    )
 
 
 @dataclass(frozen=True)

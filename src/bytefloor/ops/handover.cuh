@@ -56,3 +56,21 @@ __device__ __forceinline__ ulonglong2 peek_two_tagged(const u64* p) {
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(bits.x), "=l"(bits.y) : "l"(p) : "memory");
     return bits;
 }
+
+// Bytes that carry no parity: a flag behind them has the number of the step. Whoever sets it comes after a barrier behind the
+// threads that wrote.
+__device__ __forceinline__ void set_flag(u32* flag, u32 step) {
+    __threadfence();
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(step) : "memory");
+}
+__device__ __forceinline__ u32 flag_of(const u32* flag) {
+    u32 step;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(step) : "l"(flag) : "memory");
+    return step;
+}
+// Between a flag that was seen and bulk copies of what stands behind it, which are another road to memory.
+__device__ __forceinline__ void codes_are_there() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}

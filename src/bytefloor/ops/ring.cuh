@@ -52,17 +52,22 @@ constexpr int FILLERS = 1, FILL_ARRIVALS = 1;  // lanes that fill; arrivals that
 __device__ __forceinline__ void barrier_expect(u64* b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
-// Weights are read once a token: they are the first to be evicted from L2.
-__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* b) {
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // of L2
+template <u64 POLICY> __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(0x12F0000000000000ull)
+        "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(POLICY)
         : "memory");
 }
 __device__ __forceinline__ void fill_slot(void* to, const void* from, u32 bytes, u64* full, int lane) {
     barrier_expect(full, bytes);
-    bulk_copy(to, from, bytes, full);
+    bulk_copy<EVICT_FIRST>(to, from, bytes, full);  // weights are read once a token
+}
+// What all blocks read.
+__device__ __forceinline__ void fill_shared(void* to, const void* from, u32 bytes, u64* full, int lane) {
+    barrier_expect(full, bytes);
+    bulk_copy<EVICT_LAST>(to, from, bytes, full);
 }
 #else
 constexpr int FILLERS = 32, FILL_ARRIVALS = 33;  // every lane's copies, and what the first lane wrote beside them
@@ -71,38 +76,13 @@ __device__ __forceinline__ void fill_slot(void* to, const void* from, u32 bytes,
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(full)) : "memory");
     if (lane == 0) barrier_arrive(full);
 }
+__device__ __forceinline__ void fill_shared(void* to, const void* from, u32 bytes, u64* full, int lane) { fill_slot(to, from, bytes, full, lane); }
 #endif
 // A slot with nothing in it.
 __device__ __forceinline__ void leave_slot(u64* full, int lane) {
     barrier_arrive(full);
     if (FILLERS > 1 && lane == 0) barrier_arrive(full);
 }
-
-// Clusters: blocks that reach into each other's shared memory.
-#if BULK
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ u32 address_in(const void* p, int rank) {
-    u32 address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
-    return address;
-}
-// After this thread's writes that bulk copies are to read, before whoever starts them is told.
-__device__ __forceinline__ void written_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// To the same place in another block, whose barrier of the same place learns of the bytes.
-__device__ __forceinline__ void send(const void* from, u32 bytes, u64* b, int rank) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     address_in(from, rank)),
-                 "r"(shared_address(from)), "r"(bytes), "r"(address_in(b, rank))
-                 : "memory");
-}
-#else
-__device__ __forceinline__ void barrier_expect(u64*, u32) {}
-__device__ __forceinline__ void cluster_arrive() {}
-__device__ __forceinline__ void cluster_wait() {}
-__device__ __forceinline__ void written_for_copies() {}
-__device__ __forceinline__ void send(const void*, u32, u64*, int) {}
-#endif
 
 // Programmatic dependent launch: what stands before wait_for_previous may run while the previous kernel still does.
 __device__ __forceinline__ void wait_for_previous() {

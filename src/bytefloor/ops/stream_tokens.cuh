@@ -21,49 +21,48 @@ template <int T> struct TokenLane {
     __device__ __forceinline__ KnownMask of_step(int i) const { return {half, i != T >> 1}; }
 };
 
-// A token's codes and scales follow each other as where it is alone. Rows of several tokens are a little longer, so that lanes that
-// read the same place of four tokens find it in different banks.
-__device__ __forceinline__ constexpr int row_of_codes(int k, int n_tokens) { return 2 * k + (n_tokens > 1 ? 64 : 0); }
-__device__ __forceinline__ constexpr int row_of_scales(int k, int n_tokens) { return k / 32 * 16 + (n_tokens > 1 ? 16 : 0); }
-
-template <int K> struct TokenActivations {  // of a quad, as a lane reads them
-    static constexpr int CODE_ROW = row_of_codes(K, 4), SCALE_ROW = row_of_scales(K, 4);
+// Codes of QUADS times four tokens: of each group of 32 [QUADS][4][high, low][32]; and scales as of one token, [QUADS * 4] a group.
+template <int QUADS> struct TokenActivations {
     const u8* codes;
     const float4* scales;
-    __device__ __forceinline__ TokenActivations(const u8* all_codes, const u8* all_scales, int lane, int quad)
-        : codes(all_codes + (quad * 4 + (lane >> 3)) * CODE_ROW + (lane & 7) * 8),
-          scales((const float4*)(all_scales + (quad * 4 + (lane & 3)) * SCALE_ROW)) {}
-    __device__ __forceinline__ uint2 of_group(int group) const { return *(const uint2*)(codes + group * 64); }
-    template <int T> __device__ __forceinline__ uint2 of_set(int k, const TokenLane<T>& at) const { return of_group(k / 32 + T); }
-    template <int T> __device__ __forceinline__ uint2 of_step(int k, const TokenLane<T>& at) const {
-        return of_group(k / 32 + (T >> 1));
+    int token;  // this lane's
+    __device__ __forceinline__ TokenActivations(const u8* codes, const float4* scales, int lane, int quad)
+        : codes(codes + quad * 256), scales(scales), token(quad * 4 + (lane & 3)) {}
+    __device__ __forceinline__ uint2 of_group(int group, int lane) const {
+        return ((const uint2*)(codes + group * QUADS * 256))[lane];
     }
-    __device__ __forceinline__ float4 scale_of(int group) const { return scales[group]; }
+    template <int T> __device__ __forceinline__ uint2 of_set(int k, const TokenLane<T>& at) const {
+        return of_group(k / 32 + T, at.index);
+    }
+    template <int T> __device__ __forceinline__ uint2 of_step(int k, const TokenLane<T>& at) const {
+        return of_group(k / 32 + (T >> 1), at.index);
+    }
+    __device__ __forceinline__ float4 scale_of(int group) const { return scales[group * QUADS * 4 + token]; }
 };
 
 // What lane T of four would have of one token of a quad.
-template <typename FORM, int K, int T>
-__device__ __forceinline__ float2 share_of(const u8* record, int lane, const u8* codes, const u8* scales, int k, int quad) {
-    return FORM::dot(record, TokenLane<T>(lane), TokenActivations<K>(codes, scales, lane, quad), k);
+template <typename FORM, int QUADS, int T>
+__device__ __forceinline__ float2 share_of(const u8* record, int lane, const u8* codes, const float4* scales, int k, int quad) {
+    return FORM::dot(record, TokenLane<T>(lane), TokenActivations<QUADS>(codes, scales, lane, quad), k);
 }
 
 __device__ __forceinline__ float2 sum_of(float2 a, float2 b) { return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y)); }
 
 // Rows g and g + 8 times columns k .. k + COLUMNS - 1 of each quad's token t: whole sums.
-template <typename FORM, int K, int QUADS>
-__device__ __forceinline__ void dot_tokens(const u8* record, int lane, const u8* codes, const u8* scales, int k,
+template <typename FORM, int QUADS>
+__device__ __forceinline__ void dot_tokens(const u8* record, int lane, const u8* codes, const float4* scales, int k,
                                            float2 (&totals)[QUADS]) {
     // What is made of the weights serves all quads. Sums are named as such: nothing before them may become a fused operation,
     // which it is not where lanes are added by shuffles.
     float2 upper[QUADS];
 #pragma unroll
-    for (int q = 0; q < QUADS; q++) totals[q] = share_of<FORM, K, 0>(record, lane, codes, scales, k, q);
+    for (int q = 0; q < QUADS; q++) totals[q] = share_of<FORM, QUADS, 0>(record, lane, codes, scales, k, q);
 #pragma unroll
     for (int q = 0; q < QUADS; q++)
-        totals[q] = sum_of(totals[q], share_of<FORM, K, 1>(record, lane, codes, scales, k, q));
+        totals[q] = sum_of(totals[q], share_of<FORM, QUADS, 1>(record, lane, codes, scales, k, q));
 #pragma unroll
-    for (int q = 0; q < QUADS; q++) upper[q] = share_of<FORM, K, 2>(record, lane, codes, scales, k, q);
+    for (int q = 0; q < QUADS; q++) upper[q] = share_of<FORM, QUADS, 2>(record, lane, codes, scales, k, q);
 #pragma unroll
     for (int q = 0; q < QUADS; q++)
-        totals[q] = sum_of(totals[q], sum_of(upper[q], share_of<FORM, K, 3>(record, lane, codes, scales, k, q)));
+        totals[q] = sum_of(totals[q], sum_of(upper[q], share_of<FORM, QUADS, 3>(record, lane, codes, scales, k, q)));
 }
