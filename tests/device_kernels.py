@@ -170,7 +170,6 @@ def run_tokens(
     rows = Rows(n_tokens, k, delta_planes * k, 0 if factor is None else factor.shape[1], n)
     plan = plan_product(fused, segments, k, delta_planes, 1e-6, Card(132), rows)
     plan_one = plan_product(fused, segments, k, delta_planes, 1e-6, Card(132))
-    assert plan.activations is not None
     pointers = (*packed, *[None] * (3 - len(packed)))
     norms = more.get("post"), more.get("norm"), more.get("scalar")
     nan = float("nan")
@@ -180,15 +179,12 @@ def run_tokens(
     tickets = torch.zeros(plan.planes, dtype=torch.int32, device="cuda")
     y = torch.full((n_tokens, plan.planes, n), nan, device="cuda")
     for n_steps in (1, 2):
-        state = step_state(n_steps=n_steps)
         residual = handed(torch.full((n_tokens, k), nan, device="cuda"), n_steps + 1)
-        given = None if delta is None else handed(delta, n_steps)
         launch(
-            plan.activations, (n_tokens, plan.planes), handed(x, n_steps), given, *norms, residual, codes, scales,
-            flags, state,
+            plan.kernel, (plan.n_blocks, 1), *pointers, handed(x, n_steps),
+            None if delta is None else handed(delta, n_steps), *norms, residual, y, tickets,
+            step_state(n_steps=n_steps), None if factor is None else handed(factor, n_steps), codes, scales, flags,
         )  # fmt: skip
-        by = None if factor is None else handed(factor, n_steps)
-        launch(plan.kernel, (plan.n_blocks, 1), *pointers, codes, scales, flags, y, tickets, state, by)
     alone, residuals = torch.full_like(y, nan), torch.full_like(residual, nan)
     for t in range(n_tokens):
         out, kept = handed(torch.full_like(y[t], nan), 1), handed(residuals[t], 1)

@@ -33,8 +33,6 @@ class TwinDevice:
     def __init__(self) -> None:
         self.recording: list | None = None
         self.matrices: dict[int, Tensor] = {}
-        # What stands for codes and scales of several tokens, by where the codes lie.
-        self.activations: dict[int, Tensor] = {}
 
     def know(self, executor: DeviceExecutor) -> None:
         """What each packed matrix decodes to, gate and up by turns as they are packed."""
@@ -139,29 +137,24 @@ class TwinKernel:
         x = round_to(self._input(x_in, delta, post, norm, scalar, x_out), "int16_g32")
         self._multiply((w0, w1, w2), x, y, factor)
 
-    def activations(
-        self, x_in: Tensor, delta: Tensor | None, post: Tensor | None, norm: Tensor | None, scalar: Tensor | None,
-        x_out: Tensor | None, codes: Tensor, scales: Tensor, flags: Tensor, state: Tensor,
+    def product_tokens(
+        self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,
+        norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor, state: Tensor,
+        factor: Tensor | None, codes: Tensor, scales: Tensor, flags: Tensor,
     ) -> None:  # fmt: skip
         n_tokens, k = self.n("TOKENS"), self.n("K_IN") * self.n("PARTS")
         assert x_in.numel() == n_tokens * self.n("X_STRIDE")
         assert codes.numel() == 2 * n_tokens * self.n("K") * self.n("PARTS")
+        assert scales.numel() == n_tokens * self.n("K") // 8 * self.n("PARTS")
         assert flags.numel() == n_tokens * self.n("PARTS")
-        rows = []
+        assert y.stride(0) == self.n("Y_STRIDE")
+        assert factor is None or factor.stride(0) == self.n("FACTOR_STRIDE")
         for token in range(n_tokens):
             own = None if delta is None else delta.view(n_tokens, self.n("DELTA_STRIDE"))[token]
             kept = None if x_out is None else x_out.view(n_tokens, -1)[token]
-            rows.append(self._input(x_in.view(n_tokens, -1)[token, :k], own, post, norm, scalar, kept))
-        self.device.activations[codes.data_ptr()] = round_to(torch.stack(rows), "int16_g32")
-
-    def product_tokens(
-        self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, codes: Tensor, scales: Tensor, flags: Tensor, y: Tensor,
-        tickets: Tensor, state: Tensor, factor: Tensor | None,
-    ) -> None:  # fmt: skip
-        for token, x in enumerate(self.device.activations.pop(codes.data_ptr())):
-            assert y.stride(0) == self.n("Y_STRIDE")
-            assert factor is None or factor.stride(0) == self.n("FACTOR_STRIDE")
-            self._multiply((w0, w1, w2), x, y[token], None if factor is None else factor[token])
+            x = self._input(x_in.view(n_tokens, -1)[token, :k], own, post, norm, scalar, kept)
+            by = None if factor is None else factor[token]
+            self._multiply((w0, w1, w2), round_to(x, "int16_g32"), y[token], by)
 
     def _multiply(self, packed: Sequence[Tensor | None], x: Tensor, y: Tensor, factor: Tensor | None) -> None:
         weights = [self.matrix(w)[: self._rows(i)] for i, w in enumerate(packed) if w is not None]

@@ -110,7 +110,7 @@ def test_a_window_counts_the_row_itself(window: int) -> None:
         qkv[:, 2 * e :] = position
         out = torch.full((e,), float("nan"), device="cuda")
         launch(
-            launched.kernel, (launched.n_head_groups, launched.max_runs), handed(qkv, n_steps), None, None, None, cache,
+            launched.kernel, launched.grid, handed(qkv, n_steps), None, None, None, cache,
             table, n_table, step_state(0, position, n_steps), parts, parts[launched.n_parts :], 0, 1, out,
         )  # fmt: skip
         expected = sum(range(first, position + 1)) / (position + 1 - first)

@@ -84,13 +84,12 @@ ONE_ROW = Rows()
 
 @dataclass(frozen=True)
 class ProductLaunch:
-    """planes: parts of the result that the consumer adds. activations: runs before it where there are several tokens,
-    a block for each of them and each part; code_bytes, n_scales, n_flags: what it leaves, scales as floats."""
+    """planes: parts of the result that the consumer adds. code_bytes, n_scales, n_flags: what blocks tell each other of
+    several tokens, scales as floats."""
 
     kernel: KernelSpec
     n_blocks: int
     planes: int
-    activations: KernelSpec | None = None
     code_bytes: int = 0
     n_scales: int = 0
     n_flags: int = 0
@@ -109,7 +108,7 @@ def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) ->
 class Ring:
     """How a product's block uses its warps and its shared memory.
 
-    group: records of a slot. resident: blocks that share a multiprocessor.
+    warps: those that multiply. group: records of a slot. resident: blocks that share a multiprocessor.
     """
 
     warps: int
@@ -124,7 +123,6 @@ RINGS = {
     16: (Ring(16, 4, 1), Ring(12, 2, 1), Ring(8, 2, 1)),
 }
 """By the number of tokens, in order of preference: the first that has room."""
-MOST_TOKENS = max(RINGS)
 
 
 def plan_product(
@@ -162,7 +160,7 @@ def plan_product(
     def shared_bytes(ring: Ring, n_slots: int) -> int:
         activations = (2 * part_columns + part_columns // 32 * 16) * n_tokens
         shares = n_records * ROWS * 4 * n_tokens
-        beside = 2 * ring.warps * 4 if n_tokens == 1 else 24
+        beside = 2 * PRODUCT_WARPS * 4 + (16 if n_tokens > 1 else 0)
         return (
             n_slots * (ring.group * record_bytes + 24) + activations + n_buffers(ring, n_slots) * (shares + 20) + beside
         )
@@ -184,22 +182,19 @@ def plan_product(
         shared = max(shared, card.alone_bytes)
     blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
     activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
-    before: dict[str, Any] = {
-        "K": part_columns,
-        "K_IN": k // parts,
-        "PARTS": parts,
-        "NORM": fused.norm is not None,
-        "POST_NORM": fused.post_norm is not None,
-        "DELTA_PLANES": delta_planes,
-        "SCALAR": fused.scalar is not None,
-        "EPS": float(eps),
-    }
-    product = {
+    constants: dict[str, Any] = {
         "SEGMENTS": " ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
         "COLUMNS": columns,
         "RECORD_BYTES": record_bytes,
         "WARPS": ring.warps,
+        "K": part_columns,
+        "K_IN": k // parts,
+        "PARTS": parts,
         "N": n,
+        "NORM": fused.norm is not None,
+        "POST_NORM": fused.post_norm is not None,
+        "DELTA_PLANES": delta_planes,
+        "SCALAR": fused.scalar is not None,
         "GLU": activation,
         "FACTOR": fused.factor is not None,
         "SLOTS": n_slots,
@@ -207,27 +202,29 @@ def plan_product(
         "BLOCKS": blocks_a_part * parts,
         "STATIC_ITEMS": min(n_slots // ceil_div(n_records, ring.group), n_tiles // blocks_a_part),
         "INTERLEAVE": 4 if fused.is_pair and n_tiles % 4 == 0 else 1,
+        "EPS": float(eps),
     }
-    threads = ring.warps * 32 + 64
+    threads = max(ring.warps, PRODUCT_WARPS) * 32 + 64
     if n_tokens == 1:
-        return ProductLaunch(spec("product", threads, shared, **before, **product), blocks_a_part * parts, parts)
-    several = {
+        return ProductLaunch(spec("product", threads, shared, **constants), blocks_a_part * parts, parts)
+    constants |= {
         "TOKENS": n_tokens,
         "GROUP": ring.group,
+        "THREADS": threads,
         "RESIDENT": ring.resident,
+        "X_STRIDE": rows.x,
+        "DELTA_STRIDE": rows.delta,
         "FACTOR_STRIDE": rows.factor,
         "Y_STRIDE": parts * rows.y,
     }
-    strides = {"TOKENS": n_tokens, "WARPS": PRODUCT_WARPS, "X_STRIDE": rows.x, "DELTA_STRIDE": rows.delta}
     n_columns = part_columns * parts
     return ProductLaunch(
-        spec("product_tokens", threads, shared, **before, **product, **several),
+        spec("product_tokens", threads, shared, **constants),
         blocks_a_part * parts,
         parts,
-        spec("activations", PRODUCT_WARPS * 32, **before, **strides),
-        2 * n_columns * n_tokens,
-        n_columns // 32 * 4 * n_tokens,
-        n_tokens * parts,
+        code_bytes=2 * n_columns * n_tokens,
+        n_scales=n_columns // 32 * 4 * n_tokens,
+        n_flags=n_tokens * parts,
     )
 
 

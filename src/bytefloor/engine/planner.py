@@ -208,38 +208,31 @@ class LaunchPlanner:
             residual = self._floats(k) if fused.has_delta else None
             if residual is not None and not launches:
                 self.residual = residual
-            activations = (
+            arguments = (
+                *packed[chosen],
+                *[None] * (3 - len(packed[chosen])),
                 x,
                 self.result if fused.has_delta else None,
                 self._norm_weight(fused.post_norm),
                 self._norm_weight(fused.norm),
                 self._vector(fused.scalar),
                 residual,
+                _columns(out, self.n_tokens, sum(sizes[: chosen.start]), plan.planes * sum(sizes[chosen])),
+                self._ints(plan.planes),
+                self.memory.state,
+                self._factor(fused),
+                *(self._meeting_place(plan) if self.n_tokens > 1 else ()),
             )
-            matrices = (*packed[chosen], *[None] * (3 - len(packed[chosen])))
-            y = _columns(out, self.n_tokens, sum(sizes[: chosen.start]), plan.planes * sum(sizes[chosen]))
-            after = (y, self._ints(plan.planes), self.memory.state, self._factor(fused))
-            if plan.activations is None:
-                arguments: tuple[Any, ...] = (*matrices, *activations, *after)
-            else:
-                before, codes = self._several(fused.part, plan, activations)
-                launches.append(before)
-                arguments = (*matrices, *codes, *after)
             launches.append(Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments))
         self.result, self.planes, self.result_size = out, plans[0].planes, size
         return launches
 
-    def _several(
-        self, part: str, plan: ProductLaunch, activations: tuple[Tensor | None, ...]
-    ) -> tuple[Launch, tuple[Tensor, ...]]:
-        """What comes before a product of several tokens, and the codes, scales and flags that it leaves."""
-        assert plan.activations is not None
+    def _meeting_place(self, plan: ProductLaunch) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and flags by which the blocks of a product of several tokens share its prologue."""
         device = self.memory.device
         codes = torch.zeros(plan.code_bytes, dtype=torch.uint8, device=device)
         scales = torch.zeros(plan.n_scales, dtype=torch.float32, device=device)
-        found = (codes, scales, self._ints(plan.n_flags))
-        arguments = (*activations, *found, self.memory.state)
-        return Launch(part, plan.activations, (self.n_tokens, plan.planes), arguments), found
+        return codes, scales, self._ints(plan.n_flags)
 
     def _attention(self, fused: FusedAttention) -> Launch:
         norm = fused.q_norm or fused.v_norm

@@ -24,10 +24,9 @@
 constexpr int GROUP = 4, FACTOR_STRIDE = 0, Y_STRIDE = 0;
 #include "product_items.cuh"
 #include "prologue.cuh"
+static_assert(WARPS * 32 == CODERS, "all consumers prepare the activations");
 
-constexpr int AT_SUMS = AT_END;
-
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 64, 2)
+extern "C" __global__ void __launch_bounds__(CODERS + 64, 2)
     product(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
             const float* scalar, float* x_out, float* y, u32* tickets, const State* state, const float* factor) {
     extern __shared__ __align__(128) u8 bytes[];

@@ -1,13 +1,13 @@
 // How a product's blocks share out its work: items, a ring of weights, shares of sums. See product.cu.
 #pragma once
 
-constexpr int N_GROUPS = WARPS / GROUP, CONSUMERS = WARPS * 32, ROWS = 16;
+constexpr int N_GROUPS = WARPS / GROUP, CODERS = 512, ROWS = 16;
 constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES;
 constexpr int BLOCKS_A_PART = BLOCKS / PARTS, FIRST_DRAWN = STATIC_ITEMS * BLOCKS_A_PART;
 constexpr u32 DRAWS = TILES - FIRST_DRAWN + BLOCKS_A_PART;  // a launch: every item that is left, and one blank a block
 constexpr int AT_X = SLOTS * SLOT, AT_XS = AT_X + 2 * K * TOKENS, AT_SHARES = AT_XS + K / 32 * 16 * TOKENS,
               AT_BARRIERS = AT_SHARES + BUFFERS * RECORDS * TOKENS * ROWS * 4, AT_SLOTS = AT_BARRIERS + 2 * (SLOTS + BUFFERS) * 8,
-              AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_END = AT_ITEMS + BUFFERS * 4;
+              AT_ITEMS = AT_SLOTS + SLOTS * 8, AT_SUMS = AT_ITEMS + BUFFERS * 4, AT_END = AT_SUMS + 2 * CODERS / 32 * 4;
 static_assert(K_IN % 8 == 0 && K_IN <= K && K - K_IN < COLUMNS && (K_IN == K || PARTS == 1), "columns of zeros at the end only");
 static_assert(WARPS % GROUP == 0 && SLOTS >= N_GROUPS, "a slot at least for every group of warps");
 static_assert(TILES % INTERLEAVE == 0, "items in rows of equal length");

@@ -1,4 +1,4 @@
-// What comes before a product: residual sum, norms, and codes of a row of activations, by the CONSUMERS threads of a block.
+// What comes before a product: residual sum, norms, and codes of a row of activations, by the first CODERS threads of a block.
 //
 // x: float32 [K_IN], of K columns, which are more where weights were filled up with zeros. DELTA_PLANES: x' = (residual +
 // post_norm(sum of delta planes)) * scalar. NORM: x = x' / rms(x') * weight. Activations become 16-bit codes in groups of 32,
@@ -6,15 +6,15 @@
 // and [TOKENS] scales, of which these are one token's.
 #pragma once
 
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void sync_coders() { asm volatile("bar.sync 1, %0;" ::"n"(CODERS) : "memory"); }
 
-__device__ __forceinline__ float sum_consumers(float v, float* sums, int warp, int lane) {
+__device__ __forceinline__ float sum_coders(float v, float* sums, int warp, int lane) {
     for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
     if (lane == 0) sums[warp] = v;
-    sync_consumers();
+    sync_coders();
     float total = 0;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) total += sums[w];
+    for (int w = 0; w < CODERS / 32; w++) total += sums[w];
     return total;
 }
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
     return larger;
 }
 
-constexpr int ROUNDS = (K / 8 + CONSUMERS - 1) / CONSUMERS;  // of eight values a thread
+constexpr int ROUNDS = (K / 8 + CODERS - 1) / CODERS;  // of eight values a thread
 
 struct Values {  // eight consecutive values a thread and round; zeros past the end
     float v[ROUNDS][8];
@@ -33,7 +33,7 @@ struct Values {  // eight consecutive values a thread and round; zeros past the 
     __device__ __forceinline__ void load(const float* p, int tid) {
 #pragma unroll
         for (int r = 0; r < ROUNDS; r++) {
-            const float4* at = (const float4*)(p + min((r * CONSUMERS + tid) * 8, K_IN - 8));
+            const float4* at = (const float4*)(p + min((r * CODERS + tid) * 8, K_IN - 8));
             float4 a = at[0], b = at[1];
             v[r][0] = a.x, v[r][1] = a.y, v[r][2] = a.z, v[r][3] = a.w;
             v[r][4] = b.x, v[r][5] = b.y, v[r][6] = b.z, v[r][7] = b.w;
@@ -62,7 +62,7 @@ template <int N_PLANES> __device__ __forceinline__ void await_planes(Values& x, 
         for (int plane = 0; plane < N_PLANES; plane++)
 #pragma unroll
             for (int i = 0; i < 2 * ROUNDS; i++) {
-                uint4 w = peek4(p + plane * K_IN + min((i / 2 * CONSUMERS + tid) * 8, K_IN - 8) + i % 2 * 4);
+                uint4 w = peek4(p + plane * K_IN + min((i / 2 * CODERS + tid) * 8, K_IN - 8) + i % 2 * 4);
                 late |= w.x ^ parity, late |= w.y ^ parity, late |= w.z ^ parity, late |= w.w ^ parity;
                 float part[4] = {unstamped(w.x), unstamped(w.y), unstamped(w.z), unstamped(w.w)};
 #pragma unroll
@@ -75,7 +75,7 @@ template <int N_PLANES> __device__ __forceinline__ void await_planes(Values& x, 
     } while (late & 1);
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
-        if ((r * CONSUMERS + tid) * 8 >= K_IN)
+        if ((r * CODERS + tid) * 8 >= K_IN)
 #pragma unroll
             for (int j = 0; j < 8; j++) x.v[r][j] = 0;
 }
@@ -134,11 +134,11 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
     await_planes<1>(x, x_in, parity, tid);  // from two kernels ago or earlier: there already
     await_planes<DELTA_PLANES>(d, delta, parity, tid);
 #if POST_NORM
-    float inverse_post = rsqrtf(sum_consumers(d.sum_of_squares(), sums, warp, lane) / K_IN + EPS);
+    float inverse_post = rsqrtf(sum_coders(d.sum_of_squares(), sums, warp, lane) / K_IN + EPS);
 #endif
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++) {
-        int i = (r * CONSUMERS + tid) * 8;
+        int i = (r * CODERS + tid) * 8;
         float* v = x.v[r];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -158,14 +158,14 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
     await_planes<1>(x, x_in, parity, tid);
 #endif
 #if NORM
-    float inverse = rsqrtf(sum_consumers(x.sum_of_squares(), sums + WARPS, warp, lane) / K_IN + EPS);
+    float inverse = rsqrtf(sum_coders(x.sum_of_squares(), sums + CODERS / 32, warp, lane) / K_IN + EPS);
 #pragma unroll
     for (int r = 0; r < ROUNDS; r++)
 #pragma unroll
         for (int j = 0; j < 8; j++) x.v[r][j] = x.v[r][j] * inverse * weight.v[r][j];
 #endif
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) encode(x.v[r], (r * CONSUMERS + tid) * 8, codes, scales);
-    sync_consumers();
+    for (int r = 0; r < ROUNDS; r++) encode(x.v[r], (r * CODERS + tid) * 8, codes, scales);
+    sync_coders();
 }
 
