@@ -261,7 +261,7 @@ def choose_tiles(kind: CacheKind, heads: int, card: Card) -> Tiles:
 
     def beside_tiles(together: int) -> int:
         n, queries = together * tile, heads * e * 4 if together > 1 else 0
-        shares, factors = max(2 * heads * (n + 8) * 2, queries), 80 if has_codes else 32
+        shares, factors = max(2 * heads * (n + 8) * 2, queries), 112 if has_codes else 32
         return max(parts * heads * (n + 4) * 4, e * 4) + shares + factors + 2 * e * 4
 
     def most_together(stages: int) -> int:

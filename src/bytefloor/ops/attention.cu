@@ -5,7 +5,7 @@
 // q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales],
 // or bf16 [pages][J][PAGE][E + ROTATED]: see attention_storage.cuh.
 // Approximate: tensor cores multiply keys and values, which are bf16 or codes that bf16 holds, with queries and shares that are
-// split into two bf16 (16 bits in all) and sum in float32; softmax in float32; the running maximum starts at a finite value and is
+// split into two bf16 (16 bits in all) and sum in float32; keys of int8 with queries of 16-bit codes, one scale a head, exactly; softmax in float32; the running maximum starts at a finite value and is
 // applied once a tile.
 // The band is cut into runs of whole tiles by a rule of its length alone; runs are merged in order: two runs of a kernel
 // give the same bits.
@@ -52,7 +52,7 @@ constexpr int AT_SCALES = TILES, STAGE = AT_SCALES + (HAS_SCALES ? 4 * TILE : 0)
               QUERY_BYTES = HEADS * E * 4, SHARE_BYTES = 2 * HEADS * SHARE_STRIDE * 2, AT_NEW = STAGES * STAGE_BYTES,
               AT_SHARES = AT_NEW + 2 * E * 4,
               AT_FACTORS = AT_SHARES + (TOGETHER > 1 && QUERY_BYTES > SHARE_BYTES ? QUERY_BYTES : SHARE_BYTES),
-              AT_SCORES = AT_FACTORS + (HAS_SCALES ? 80 : 32);
+              AT_SCORES = AT_FACTORS + (HAS_SCALES ? 112 : 32);
 static_assert(QUERY_BYTES <= STAGE_BYTES, "room for the queries");
 
 struct Band {
@@ -178,23 +178,7 @@ extern "C" __global__ void __maxnreg__(112)
                 first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
         if (is_one_round) wait_copies<0>();
         __syncthreads();
-        // This warp's part of the queries as a tensor core takes them: elements 2t, + 1, + 8, + 9 of each 16 of head g; beside
-        // codes, which come four a lane, elements 4t, + 2, + 1, + 3.
-        uint4 query[MY_STEPS];
-#pragma unroll
-        for (int i = 0; i < MY_STEPS; i++) {
-            int step = i * PARTS + warp % PARTS;
-            bool is_one = step < K_STEPS && g < HEADS;
-            const float* at = queries + g * E + step * 16 + (HAS_SCALES ? 4 : 2) * t;
-            float2 one = is_one ? *(const float2*)at : make_float2(0, 0),
-                   other = is_one ? *(const float2*)(at + (HAS_SCALES ? 2 : 8)) : make_float2(0, 0);
-            if (HAS_SCALES) {
-                float odd = one.y;
-                one.y = other.x, other.x = odd;
-            }
-            Split front(one.x, one.y), back(other.x, other.y);
-            query[i] = make_uint4(front.high, back.high, front.low, back.low);
-        }
+        Queries query(queries, new_scales + 2, warp, lane);  // this warp's part, as a tensor core takes them
         float largest = LOWEST, total = 0;  // of the warp's head; the sum of shares is the mixture's where there are no scales
         Mixture mixture;
         if (is_one_round) {

@@ -92,10 +92,16 @@ __device__ __forceinline__ void prepare(const float* qkv, int first_head, int j,
                 out[b] = y * cosine + x * sine;
             }
         __syncwarp();
+#if STORAGE == 1
+        if (is_query) {
+            float scale = scale_of<32512>(out, lane);
+            if (lane == 0) new_scales[2 + task] = scale;
+        }
+#endif
         if (!is_query) {
             float scale = 0;
 #if STORAGE
-            scale = scale_of(out, lane);
+            scale = __bfloat162float(__float2bfloat16(scale_of<LARGEST_CODE>(out, lane)));
             if (lane == 0) {
                 new_scales[is_value] = scale;
                 if (page_row) *(__nv_bfloat16*)(page_scale + (is_value ? J * BLOCK : 0)) = __float2bfloat16(scale);

@@ -33,12 +33,87 @@ struct Split {  // two floats as two bf16 each: what the first leaves over is th
     }
 };
 
+#if STORAGE == 1
+// A warp's part of the queries beside keys of whole numbers: 16-bit codes, of which columns 2 h and 2 h + 1 are the high and the low
+// bytes of head h, or of head 4 + h. Elements 4t .. 4t + 3 of each 16.
+struct Queries {
+    static constexpr int FOURS_OF_HEADS = (HEADS + 3) / 4, PAIRS = (MY_STEPS + 1) / 2;
+    u32 codes[FOURS_OF_HEADS][PAIRS][2];
+
+    __device__ __forceinline__ Queries(const float* queries, const float* scales, int warp, int lane) {
+        int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int f = 0; f < FOURS_OF_HEADS; f++) {
+            int head = f * 4 + (g >> 1);
+            float scale = scales[min(head, HEADS - 1)], by = scale > 0 ? __fdividef(1.f, scale) : 0.f;
+#pragma unroll
+            for (int i = 0; i < 2 * PAIRS; i++) {
+                int step = i * PARTS + warp % PARTS;
+                bool is_one = step < K_STEPS && head < HEADS;
+                float4 q = is_one ? *(const float4*)(queries + head * E + step * 16 + 4 * t) : make_float4(0, 0, 0, 0);
+                codes[f][i / 2][i % 2] = byte_of_code(q.x * by, g) | byte_of_code(q.y * by, g) << 8 | byte_of_code(q.z * by, g) << 16 |
+                                         byte_of_code(q.w * by, g) << 24;
+            }
+        }
+    }
+    // As in the products: code = 256 high + low, both signed bytes.
+    static __device__ __forceinline__ u32 byte_of_code(float scaled, int g) {
+        int code = __float2int_rn(scaled);
+        return (g & 1 ? code : (code + 128) >> 8) & 255;
+    }
+};
+#else
+// Elements 2t, + 1, + 8, + 9 of each 16 of head g, split; beside codes, which come four a lane, elements 4t, + 2, + 1, + 3.
+struct Queries {
+    uint4 split[MY_STEPS];
+
+    __device__ __forceinline__ Queries(const float* queries, const float* scales, int warp, int lane) {
+        int g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (int i = 0; i < MY_STEPS; i++) {
+            int step = i * PARTS + warp % PARTS;
+            bool is_one = step < K_STEPS && g < HEADS;
+            const float* at = queries + g * E + step * 16 + (HAS_SCALES ? 4 : 2) * t;
+            float2 one = is_one ? *(const float2*)at : make_float2(0, 0),
+                   other = is_one ? *(const float2*)(at + (HAS_SCALES ? 2 : 8)) : make_float2(0, 0);
+            if (HAS_SCALES) {
+                float odd = one.y;
+                one.y = other.x, other.x = odd;
+            }
+            Split front(one.x, one.y), back(other.x, other.y);
+            split[i] = make_uint4(front.high, back.high, front.low, back.low);
+        }
+    }
+};
+#endif
+
 // Scores of N tiles that follow each other in shared memory, of those that have live positions, which are before `end`.
 template <int N>
-__device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const Stored* k_tiles, float* scores, int end, int warp, int lane) {
+__device__ __forceinline__ void score(const Queries& query, const Stored* k_tiles, float* scores, int end, int warp, int lane) {
     int g = lane >> 2, t = lane & 3, first = warp / PARTS * 16;
 #pragma unroll 1
     for (int n = 0; n < N && n * TILE + first < end; n++) {
+#if STORAGE == 1
+        constexpr int FOURS_OF_HEADS = Queries::FOURS_OF_HEADS;
+        int sums[FOURS_OF_HEADS][4] = {};  // high and low of position g, of position g + 8
+#pragma unroll
+        for (int i = 0; i < Queries::PAIRS; i++) {
+            u32 codes[4];
+            load_matrices(codes, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + ((2 * i + (lane >> 4)) * PARTS + warp % PARTS) * 16);
+#pragma unroll
+            for (int f = 0; f < FOURS_OF_HEADS; f++)
+                multiply_bytes(sums[f][0], sums[f][1], sums[f][2], sums[f][3], codes[0], codes[1], codes[2], codes[3], query.codes[f][i][0],
+                               query.codes[f][i][1]);
+        }
+        // 127 * 32512 * 512 is below 2^31.
+        float* at = scores + warp % PARTS * SCORES + n * TILE + first + g;
+#pragma unroll
+        for (int f = 0; f < FOURS_OF_HEADS; f++)
+            if (f * 4 + t < HEADS) {
+                at[(f * 4 + t) * SCORE_STRIDE] = (float)(sums[f][0] * 256 + sums[f][1]);
+                at[(f * 4 + t) * SCORE_STRIDE + 8] = (float)(sums[f][2] * 256 + sums[f][3]);
+            }
+#else
         float high[4] = {0, 0, 0, 0}, low[4] = {0, 0, 0, 0};  // by the parts of the query
 #if STORAGE
 #pragma unroll
@@ -49,8 +124,8 @@ __device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const Stor
             for (int m = 0; m < 2 && i + m < MY_STEPS; m++) {
                 if (K_STEPS % PARTS && (i + m) * PARTS + warp % PARTS >= K_STEPS) break;
                 u32 a[4] = {decode_even(codes[2 * m]), decode_even(codes[2 * m + 1]), decode_odd(codes[2 * m]), decode_odd(codes[2 * m + 1])};
-                multiply(high, a, query[i + m].x, query[i + m].y);
-                multiply(low, a, query[i + m].z, query[i + m].w);
+                multiply(high, a, query.split[i + m].x, query.split[i + m].y);
+                multiply(low, a, query.split[i + m].z, query.split[i + m].w);
             }
         }
 #else
@@ -61,8 +136,8 @@ __device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const Stor
             u32 a[4];
             int at = KEYS_ARE_VALUES && is_rotated(step * 16) ? key_lane(step * 16) : step * 16;
             load_matrices(a, k_tiles + n * STAGE + (first + (lane & 15)) * STRIDE + at + (lane >> 4) * 8);
-            multiply(high, a, query[i].x, query[i].y);
-            multiply(low, a, query[i].z, query[i].w);
+            multiply(high, a, query.split[i].x, query.split[i].y);
+            multiply(low, a, query.split[i].z, query.split[i].w);
         }
 #endif
         float* at = scores + warp % PARTS * SCORES + n * TILE + first + g;
@@ -72,6 +147,7 @@ __device__ __forceinline__ void score(const uint4 (&query)[MY_STEPS], const Stor
                 at[(2 * t + i) * SCORE_STRIDE] = high[i] + low[i];
                 at[(2 * t + i) * SCORE_STRIDE + 8] = high[i + 2] + low[i + 2];
             }
+#endif
     }
 }
 
@@ -98,6 +174,7 @@ __device__ __forceinline__ void soften(float& largest, float& total, const float
 #pragma unroll
             for (int part = 0; part < PARTS; part++) s[m] += scores[part * SCORES + warp * SCORE_STRIDE + p];
         if (HAS_SCALES && p < end) s[m] *= scale_at(tiles, new_scales, new_at, p, 0);
+        if (STORAGE == 1 && p < end) s[m] *= new_scales[2 + warp];  // that of the query
         if (p < begin || p >= end) s[m] = LOWEST;
         top = fmaxf(top, s[m]);
     }

@@ -18,7 +18,7 @@ __device__ __forceinline__ Stored encode(float x, float scale) { return __float2
 #else
 typedef u8 Stored;
 #if STORAGE == 1
-constexpr float LARGEST_CODE = 127.f;
+constexpr int LARGEST_CODE = 127;
 __device__ __forceinline__ u8 encode_scaled(float x) { return (u8)__float2int_rn(x); }
 // Bytes 0 and 2 of a word as two bf16: 128 and seven bits, less 128, or 256 where the eighth is set.
 __device__ __forceinline__ u32 decode_even(u32 codes) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 decode_even(u32 codes) {
 }
 __device__ __forceinline__ u32 decode_odd(u32 codes) { return decode_even(codes >> 8); }
 #else
-constexpr float LARGEST_CODE = 448.f;
+constexpr int LARGEST_CODE = 448;
 // E4M3, to nearest even: below 2^-6 in steps of 2^-9, above with four bits.
 __device__ __forceinline__ u8 encode_scaled(float x) {
     u32 bits = __float_as_uint(x) & 0x7fffffff, code = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
@@ -41,15 +41,14 @@ __device__ __forceinline__ u32 decode_even(u32 codes) { return decode_odd(codes 
 #endif
 __device__ __forceinline__ Stored encode(float x, float scale) {
     float scaled = scale > 0 ? __fdiv_rn(x, scale) : 0.f;
-    return encode_scaled(fminf(fmaxf(scaled, -LARGEST_CODE), LARGEST_CODE));
+    return encode_scaled(fminf(fmaxf(scaled, (float)-LARGEST_CODE), (float)LARGEST_CODE));
 }
-// Of E values, the same in every lane. As bits NaN is the largest.
-__device__ __forceinline__ float scale_of(const float* values, int lane) {
+// Of E values, the largest of which becomes the largest code; the same in every lane. As bits NaN is the largest.
+template <int LARGEST> __device__ __forceinline__ float scale_of(const float* values, int lane) {
     u32 largest = 0;
     for (int i = lane; i < E; i += 32) largest = max(largest, __float_as_uint(values[i]) & 0x7fffffff);
     largest = __reduce_max_sync(~0u, largest);
-    return largest < 0x7f800000 ? __bfloat162float(__float2bfloat16(__fdiv_rn(__uint_as_float(largest), LARGEST_CODE)))
-                                : __uint_as_float(0x7fc00000);
+    return largest < 0x7f800000 ? __fdiv_rn(__uint_as_float(largest), LARGEST) : __uint_as_float(0x7fc00000);
 }
 #endif
 
