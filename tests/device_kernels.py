@@ -173,9 +173,7 @@ def run_tokens(
     pointers = (*packed, *[None] * (3 - len(packed)))
     norms = more.get("post"), more.get("norm"), more.get("scalar")
     nan = float("nan")
-    codes = torch.zeros(plan.code_bytes, dtype=torch.uint8, device="cuda")
-    scales = torch.full((plan.n_scales,), nan, device="cuda")
-    flags = torch.zeros(plan.n_flags, dtype=torch.int32, device="cuda")
+    places = torch.zeros(plan.n_places, dtype=torch.int64, device="cuda")
     tickets = torch.zeros(plan.planes, dtype=torch.int32, device="cuda")
     y = torch.full((n_tokens, plan.planes, n), nan, device="cuda")
     for n_steps in (1, 2):
@@ -183,7 +181,7 @@ def run_tokens(
         launch(
             plan.kernel, (plan.n_blocks, 1), *pointers, handed(x, n_steps),
             None if delta is None else handed(delta, n_steps), *norms, residual, y, tickets,
-            step_state(n_steps=n_steps), None if factor is None else handed(factor, n_steps), codes, scales, flags,
+            step_state(n_steps=n_steps), None if factor is None else handed(factor, n_steps), places,
         )  # fmt: skip
     alone, residuals = torch.full_like(y, nan), torch.full_like(residual, nan)
     for t in range(n_tokens):

@@ -140,13 +140,11 @@ class TwinKernel:
     def product_tokens(
         self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,
         norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor, state: Tensor,
-        factor: Tensor | None, codes: Tensor, scales: Tensor, flags: Tensor,
+        factor: Tensor | None, places: Tensor,
     ) -> None:  # fmt: skip
         n_tokens, k = self.n("TOKENS"), self.n("K_IN") * self.n("PARTS")
         assert x_in.numel() == n_tokens * self.n("X_STRIDE")
-        assert codes.numel() == 2 * n_tokens * self.n("K") * self.n("PARTS")
-        assert scales.numel() == n_tokens * self.n("K") // 8 * self.n("PARTS")
-        assert flags.numel() == n_tokens * self.n("PARTS")
+        assert places.nbytes == 4 * n_tokens * self.n("K") * self.n("PARTS")
         assert y.stride(0) == self.n("Y_STRIDE")
         assert factor is None or factor.stride(0) == self.n("FACTOR_STRIDE")
         for token in range(n_tokens):

@@ -84,15 +84,13 @@ ONE_ROW = Rows()
 
 @dataclass(frozen=True)
 class ProductLaunch:
-    """planes: parts of the result that the consumer adds. code_bytes, n_scales, n_flags: what blocks tell each other of
-    several tokens, scales as floats."""
+    """planes: parts of the result that the consumer adds. n_places: 64-bit words by which blocks tell each other of
+    several tokens."""
 
     kernel: KernelSpec
     n_blocks: int
     planes: int
-    code_bytes: int = 0
-    n_scales: int = 0
-    n_flags: int = 0
+    n_places: int = 0
 
 
 def count_parts(n_records: int, k: int, n_tiles: int, n_multiprocessors: int) -> int:
@@ -160,7 +158,7 @@ def plan_product(
     def shared_bytes(ring: Ring, n_slots: int) -> int:
         activations = (2 * part_columns + part_columns // 32 * 16) * n_tokens
         shares = n_records * ROWS * 4 * n_tokens
-        beside = 2 * PRODUCT_WARPS * 4 + (16 if n_tokens > 1 else 0)
+        beside = 2 * PRODUCT_WARPS * 4
         return (
             n_slots * (ring.group * record_bytes + 24) + activations + n_buffers(ring, n_slots) * (shares + 20) + beside
         )
@@ -217,15 +215,8 @@ def plan_product(
         "FACTOR_STRIDE": rows.factor,
         "Y_STRIDE": parts * rows.y,
     }
-    n_columns = part_columns * parts
-    return ProductLaunch(
-        spec("product_tokens", threads, shared, **constants),
-        blocks_a_part * parts,
-        parts,
-        code_bytes=2 * n_columns * n_tokens,
-        n_scales=n_columns // 32 * 4 * n_tokens,
-        n_flags=n_tokens * parts,
-    )
+    n_places = part_columns * parts // 8 * 4 * n_tokens
+    return ProductLaunch(spec("product_tokens", threads, shared, **constants), blocks_a_part * parts, parts, n_places)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import AttentionLaunch, Card, ProductLaunch, Rows, Segment, plan_attention, plan_product
+from bytefloor.engine.launches import AttentionLaunch, Card, Rows, Segment, plan_attention, plan_product
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
@@ -87,7 +87,10 @@ class LaunchPlanner:
 
     def _longs(self, n: int) -> Tensor:
         """n a token."""
-        return torch.zeros(self.n_tokens * n, dtype=torch.int64, device=self.memory.device)
+        return self._words(self.n_tokens * n)
+
+    def _words(self, n: int) -> Tensor:
+        return torch.zeros(n, dtype=torch.int64, device=self.memory.device)
 
     def _ints(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int32, device=self.memory.device)
@@ -221,18 +224,11 @@ class LaunchPlanner:
                 self._ints(plan.planes),
                 self.memory.state,
                 self._factor(fused),
-                *(self._meeting_place(plan) if self.n_tokens > 1 else ()),
+                *([self._words(plan.n_places)] if self.n_tokens > 1 else ()),
             )
             launches.append(Launch(fused.part, plan.kernel, (plan.n_blocks, 1), arguments))
         self.result, self.planes, self.result_size = out, plans[0].planes, size
         return launches
-
-    def _meeting_place(self, plan: ProductLaunch) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and flags by which the blocks of a product of several tokens share its prologue."""
-        device = self.memory.device
-        codes = torch.zeros(plan.code_bytes, dtype=torch.uint8, device=device)
-        scales = torch.zeros(plan.n_scales, dtype=torch.float32, device=device)
-        return codes, scales, self._ints(plan.n_flags)
 
     def _attention(self, fused: FusedAttention) -> Launch:
         norm = fused.q_norm or fused.v_norm

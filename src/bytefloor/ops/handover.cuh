@@ -57,20 +57,17 @@ __device__ __forceinline__ ulonglong2 peek_two_tagged(const u64* p) {
     return bits;
 }
 
-// Bytes that carry no parity: a flag behind them has the number of the step. Whoever sets it comes after a barrier behind the
-// threads that wrote.
-__device__ __forceinline__ void set_flag(u32* flag, u32 step) {
-    __threadfence();
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(step) : "memory");
+// Three words and a whole tag, which arrive together: 16 bytes are one access.
+__device__ __forceinline__ void hand_over_three(uint4* p, u32 a, u32 b, u32 c, u32 tag) {
+    asm volatile("{\n.reg .b128 all;\nmov.b128 all, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(p), "l"((u64)b << 32 | a),
+                 "l"((u64)tag << 32 | c)
+                 : "memory");
 }
-__device__ __forceinline__ u32 flag_of(const u32* flag) {
-    u32 step;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(step) : "l"(flag) : "memory");
-    return step;
-}
-// Between a flag that was seen and bulk copies of what stands behind it, which are another road to memory.
-__device__ __forceinline__ void codes_are_there() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async;" ::: "memory");
-#endif
+__device__ __forceinline__ uint4 peek_three(const uint4* p) {
+    u64 front, back;
+    asm volatile("{\n.reg .b128 all;\nld.relaxed.gpu.global.b128 all, [%2];\nmov.b128 {%0, %1}, all;\n}"
+                 : "=l"(front), "=l"(back)
+                 : "l"(p)
+                 : "memory");
+    return make_uint4((u32)front, (u32)(front >> 32), (u32)back, (u32)(back >> 32));
 }

@@ -41,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(CODERS + 64, 2)
     if (warp > WARPS) return finish_items(shared, y, factor, part, parity, tid % 32);
     Lane at(tid & 31);
     Activations x{bytes + AT_X, (float4*)(bytes + AT_XS)};
-    prologue(x_in + part * K, delta, post_weight, norm_weight, scalar, x_out, blockIdx.x == 0, parity, bytes + AT_X,
-             (float4*)(bytes + AT_XS), (float*)(bytes + AT_SUMS), tid, warp, at.index);
+    prologue(x_in + part * K, delta, post_weight, norm_weight, scalar, x_out, blockIdx.x == 0, parity,
+             OwnCodes{bytes + AT_X, (float4*)(bytes + AT_XS)}, (float*)(bytes + AT_SUMS), tid, warp, at.index);
     take_records(shared, warp, at.index, [&](int chosen, const u8* weights, int record, float* shares) {
         float2 share;
         int segment = 0;

@@ -3,9 +3,8 @@
 //
 // x_in float32 [t][X_STRIDE], delta [t][DELTA_STRIDE], x_out [t][K_IN]; y[t][p][n], t < TOKENS, p < PARTS, Y_STRIDE floats a token;
 // factor [t][FACTOR_STRIDE]: of each token as in product.cu. Work comes in items as there. The prologue is shared out: a block
-// prepares one token of its part, or a few, for all blocks. codes, of each part and group of 32 [TOKENS][high, low][32], and scales,
-// float4 [TOKENS] a group, are where they meet; flags [t][p] say with the number of the step that they are there, and the last warp
-// of every block copies those of its part into shared memory.
+// prepares one token of its part, or a few, for all blocks. They meet in `places`, 32 bytes for eight values of a token, each half
+// with the number of the step, [p][t][K / 8]; every block reads those of its part until all of them are there.
 // Approximate as product.cu. Moves the packed weight once, whatever TOKENS. Needs mma and cp.async (sm_80).
 //
 // Defined by the host: what product.cu needs, TOKENS (a multiple of 4), GROUP (records of a slot), THREADS, RESIDENT (blocks that
@@ -13,56 +12,84 @@
 #include "product_items.cuh"
 #include "prologue.cuh"
 
-constexpr int QUADS = TOKENS / 4, CODE_BYTES = 2 * K * TOKENS, SCALE_BYTES = K / 32 * 16 * TOKENS, AT_THERE = (AT_END + 7) / 8 * 8;
-constexpr int PRODUCER = THREADS / 32 - 2;  // a warp; behind it the last
+constexpr int QUADS = TOKENS / 4, EIGHTS = K / 8, ALL_EIGHTS = EIGHTS * TOKENS;
+constexpr int PRODUCER = THREADS / 32 - 2, READERS = PRODUCER * 32;  // a warp, behind it the last; threads before it
 static_assert(TOKENS % 4 == 0, "tokens by fours");
-static_assert(PRODUCER >= WARPS && PRODUCER * 32 >= CODERS, "warps for the records and for the prologue");
+static_assert(PRODUCER >= WARPS && READERS >= CODERS, "warps for the records and for the prologue");
 
-// Once all tokens' codes are there: the copies of this part's, which arrive at `there`.
-__device__ __forceinline__ void fetch_activations(u8* bytes, const u8* codes, const float4* scales, const u32* flags, u32 step, int part,
-                                                  int lane) {
-    Patience patience;
-    if (lane < TOKENS)
-        while (flag_of(flags + lane * PARTS + part) != step) patience.spend();
+// Where codes go: to all blocks. One of the four threads of a group has the scale, one its sum of the first half, and so on.
+struct SharedCodes {
+    uint4* places;
+    u32 step;
+    __device__ __forceinline__ void take(int i, uint2 high, uint2 low, float scale, int half_sum, int other) const {
+        int j = i >> 3 & 3;
+        float own = j == 0 ? scale : j == 3 ? scale * (half_sum + other) : scale * half_sum;
+        uint4* at = places + i / 8 * 2;
+        hand_over_three(at, high.x, high.y, low.x, step);
+        hand_over_three(at + 1, low.y, __float_as_uint(own), 0, step);
+    }
+};
+
+// All tokens' codes and scales of this part, into shared memory.
+__device__ __forceinline__ void read_codes(u8* bytes, const uint4* places, u32 step, int tid) {
+    constexpr int AT_ONCE = 2;
+    // One place a warp first, now and then, so that whoever still streams weights is not disturbed.
+    if (tid % 32 == 0) {
+        Patience patience;
+        while (peek_three(places + min(tid, ALL_EIGHTS - 1) * 2).w != step) __nanosleep(100), patience.spend();
+    }
     __syncwarp();
-    if (lane >= FILLERS) return;
-    codes_are_there();
-    u64* there = (u64*)(bytes + AT_THERE);
-    fill_shared(bytes + AT_X, codes + (size_t)part * CODE_BYTES, CODE_BYTES, there, lane);
-    fill_shared(bytes + AT_XS, (const u8*)scales + (size_t)part * SCALE_BYTES, SCALE_BYTES, there, lane);
+#pragma unroll 1
+    for (int first = tid; first < ALL_EIGHTS; first += AT_ONCE * READERS) {
+        uint4 front[AT_ONCE], back[AT_ONCE];
+        Patience patience;
+        bool is_late;
+        do {
+            is_late = false;
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                const uint4* at = places + min(first + n * READERS, ALL_EIGHTS - 1) * 2;
+                front[n] = peek_three(at), back[n] = peek_three(at + 1);
+                is_late |= front[n].w != step || back[n].w != step;
+            }
+            patience.spend();
+        } while (is_late);
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            int at = first + n * READERS, token = at / EIGHTS, eight = at % EIGHTS;
+            if (at >= ALL_EIGHTS) break;
+            u8* codes = bytes + AT_X + (eight / 4 * TOKENS + token) * 64 + eight % 4 * 8;
+            *(uint2*)codes = make_uint2(front[n].x, front[n].y), *(uint2*)(codes + 32) = make_uint2(front[n].z, back[n].x);
+            ((u32*)(bytes + AT_XS))[(eight / 4 * TOKENS + token) * 4 + eight % 4] = back[n].y;
+        }
+    }
+    asm volatile("bar.sync 2, %0;" ::"n"(READERS) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     product_tokens(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight,
                    const float* norm_weight, const float* scalar, float* x_out, float* y, u32* tickets, const State* state,
-                   const float* factor, u8* codes, float4* scales, u32* flags) {
+                   const float* factor, uint4* places) {
     extern __shared__ __align__(128) u8 bytes[];
     Shared shared{bytes};
-    u64* there = (u64*)(bytes + AT_THERE);
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, part = blockIdx.x % PARTS;
     set_barriers(shared, tid);
-    if (tid == 0) barrier_init(there, 2 * FILL_ARRIVALS);
     barriers_are_set();
     __syncthreads();
     let_next_start();
     if (warp == PRODUCER) return fill_items(shared, w0, w1, w2, tickets, part, tid);
     u32 step = (u32)state->n_steps, parity = step & 1;
-    if (warp > PRODUCER) {
-        fetch_activations(bytes, codes, scales, flags, step, part, lane);
-        __syncwarp();
-        return finish_items(shared, y, factor, part, parity, lane);
-    }
+    if (warp > PRODUCER) return finish_items(shared, y, factor, part, parity, lane);
+    uint4* of_part = places + (size_t)part * (2 * ALL_EIGHTS);
     if (tid < CODERS)
 #pragma unroll 1
-        for (int token = blockIdx.x / PARTS; token < TOKENS; token += BLOCKS_A_PART) {
+        for (int token = blockIdx.x / PARTS; token < TOKENS; token += BLOCKS_A_PART)
             prologue(x_in + token * X_STRIDE + part * K, delta + token * DELTA_STRIDE, post_weight, norm_weight, scalar,
-                     x_out + token * K_IN, true, parity, codes + (size_t)part * CODE_BYTES + token * 64,
-                     scales + (size_t)part * (K / 32 * TOKENS) + token, (float*)(bytes + AT_SUMS), tid, warp, lane);
-            if (tid == 0) set_flag(flags + token * PARTS + part, step);
-        }
+                     x_out + token * K_IN, true, parity, SharedCodes{of_part + token * (2 * EIGHTS), step}, (float*)(bytes + AT_SUMS), tid,
+                     warp, lane);
+    read_codes(bytes, of_part, step, tid);
     if (warp >= WARPS) return;
     int g = lane >> 2, t = lane & 3;
-    barrier_wait(there, 0);
     take_records(shared, warp, lane, [&](int chosen, const u8* weights, int record, float* shares) {
         float2 totals[QUADS];
         int segment = 0;

@@ -91,7 +91,7 @@ __device__ __forceinline__ u32 gather_bytes(const float (&v)[8], int first, int 
 // One group of 32 by four threads of eight values each: codes round(v 32512 / largest) as 256 high + low, both signed bytes.
 // 2^23 + 2^22 + 128 + code is a float whose last two bytes are those of code + 128, so the upper one is `high` and the lower
 // one `low` + 128. A NaN makes the scale NaN and with it all that the group takes part in; values of 1e-33 become 0.
-__device__ __forceinline__ void encode(const float (&v)[8], int i, u8* codes, float4* scales) {
+template <typename SINK> __device__ __forceinline__ void encode(const float (&v)[8], int i, SINK sink) {
     float largest = 0, shifted[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) largest = max_or_nan(largest, fabsf(v[j]));
@@ -107,18 +107,25 @@ __device__ __forceinline__ void encode(const float (&v)[8], int i, u8* codes, fl
     int half_sum = highs * 256 + __dp4a((int)low1, 0x01010101, __dp4a((int)low0, 0x01010101, 0));
     half_sum += __shfl_xor_sync(~0u, half_sum, 1);
     int other = __shfl_xor_sync(~0u, half_sum, 2);
-    if (i < K) {
-        u8* at = codes + (i >> 5) * (64 * TOKENS) + (i & 31);
-        *(uint2*)at = make_uint2(high0, high1), *(uint2*)(at + 32) = make_uint2(low0, low1);
-        if ((i & 31) == 0) scales[(i >> 5) * TOKENS] = make_float4(scale, scale * half_sum, scale * other, scale * (half_sum + other));
-    }
+    if (i < K) sink.take(i, make_uint2(high0, high1), make_uint2(low0, low1), scale, half_sum, other);
 }
+
+// Where codes go: to the shared memory of this block, as products read them.
+struct OwnCodes {
+    u8* codes;
+    float4* scales;
+    __device__ __forceinline__ void take(int i, uint2 high, uint2 low, float scale, int half_sum, int other) const {
+        u8* at = codes + (i >> 5) * 64 + (i & 31);
+        *(uint2*)at = high, *(uint2*)(at + 32) = low;
+        if ((i & 31) == 0) scales[i >> 5] = make_float4(scale, scale * half_sum, scale * other, scale * (half_sum + other));
+    }
+};
 
 // Reads a row of activations, applies the norms, leaves codes and group scales; the residual too where it `writes` that.
 // The weights of the norms depend on nothing, so they are read before anything is waited for.
+template <typename SINK>
 __device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
-                                         const float* scalar, float* x_out, bool writes, u32 parity, u8* codes, float4* scales,
-                                         float* sums, int tid, int warp, int lane) {
+                                         const float* scalar, float* x_out, bool writes, u32 parity, SINK sink, float* sums, int tid, int warp, int lane) {
     Values x;
 #if NORM
     Values weight;
@@ -165,7 +172,7 @@ __device__ __forceinline__ void prologue(const float* x_in, const float* delta, 
         for (int j = 0; j < 8; j++) x.v[r][j] = x.v[r][j] * inverse * weight.v[r][j];
 #endif
 #pragma unroll
-    for (int r = 0; r < ROUNDS; r++) encode(x.v[r], (r * CODERS + tid) * 8, codes, scales);
+    for (int r = 0; r < ROUNDS; r++) encode(x.v[r], (r * CODERS + tid) * 8, sink);
     sync_coders();
 }
 

@@ -52,22 +52,17 @@ constexpr int FILLERS = 1, FILL_ARRIVALS = 1;  // lanes that fill; arrivals that
 __device__ __forceinline__ void barrier_expect(u64* b, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;  // of L2
-template <u64 POLICY> __device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* b) {
+// Weights are read once a token: they are the first to be evicted from L2.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, u32 bytes, u64* b) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(POLICY)
+        "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(0x12F0000000000000ull)
         : "memory");
 }
 __device__ __forceinline__ void fill_slot(void* to, const void* from, u32 bytes, u64* full, int lane) {
     barrier_expect(full, bytes);
-    bulk_copy<EVICT_FIRST>(to, from, bytes, full);  // weights are read once a token
-}
-// What all blocks read.
-__device__ __forceinline__ void fill_shared(void* to, const void* from, u32 bytes, u64* full, int lane) {
-    barrier_expect(full, bytes);
-    bulk_copy<EVICT_LAST>(to, from, bytes, full);
+    bulk_copy(to, from, bytes, full);
 }
 #else
 constexpr int FILLERS = 32, FILL_ARRIVALS = 33;  // every lane's copies, and what the first lane wrote beside them
@@ -76,7 +71,6 @@ __device__ __forceinline__ void fill_slot(void* to, const void* from, u32 bytes,
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(full)) : "memory");
     if (lane == 0) barrier_arrive(full);
 }
-__device__ __forceinline__ void fill_shared(void* to, const void* from, u32 bytes, u64* full, int lane) { fill_slot(to, from, bytes, full, lane); }
 #endif
 // A slot with nothing in it.
 __device__ __forceinline__ void leave_slot(u64* full, int lane) {

@@ -8,7 +8,6 @@ user's request is. At a depth the cache holds random values, which cost the same
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -34,19 +33,17 @@ from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
 from bytefloor.ops.pages import randomise
-from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, say, spread
+from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, peak_memory_gb, say, spread
+from bytefloor.tools.bench_together import CHECKED, FIRST_TOKEN, Together, fill_to, now
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
 PROMPT_CHUNK = 512
-FIRST_TOKEN = 5
 MOST_LOGIT_ERROR = {"bf16": 0.2, "int8": 0.5, "fp8": 0.5}
-"""Relative error of logits that TF32, 16-bit codes and ties of what the cache keeps may add up to in a deep random model,
-with room. A kernel that is wrong gives 1 and more."""
+"""Relative error of logits that TF32, 16-bit codes and ties of what the cache keeps may add up to in a deep random
+model, with room. A kernel that is wrong gives 1 and more."""
 MOST_REFERENCE_ERROR = 1e-3
 """The same where one row and several go through the same float32 operations."""
-CHECKED = 8
-"""Tokens of each measurement that are compared with launching kernel by kernel."""
 
 
 @dataclass(frozen=True)
@@ -193,23 +190,16 @@ def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advic
 
 
 def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
-    start = _now(device)
+    start = now(device)
     model = open_model(name, device)
     executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice, kv=kv)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
-    return _Opened(model, executor, notices, round(_now(device) - start, 3))
+    return _Opened(model, executor, notices, round(now(device) - start, 3))
 
 
 def _count_compiled() -> int:
     """Kernels in the cache on disk."""
     return sum(1 for _ in cache_folder().glob("*.cubin"))
-
-
-def _now(device: torch.device) -> float:
-    """Seconds, when all that the device was given is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def token_bytes(step: Step, depth: int) -> tuple[int, int]:
@@ -242,7 +232,7 @@ class _Runner:
     def _cache_at(self, depth: int) -> SequenceCache:
         kinds: tuple[CacheKind, ...] = self.executor.step.kinds
         cache = SequenceCache(self.executor.plan, kinds, make_pools(self.executor.plan, kinds))
-        _fill_to(cache, depth)
+        fill_to(cache, depth)
         return cache
 
     def _decode(self, cache: SequenceCache, n_tokens: int, token: int) -> list[int]:
@@ -371,52 +361,10 @@ class _Runner:
 
     def decode_together(self, depth: int, n: int) -> Row:
         """Best tokens a second of n sequences at a depth, a step of all at a time."""
-        kinds, n_gen = self.executor.step.kinds, self.options.n_gen
-        pools = make_pools(self.executor.plan, kinds)
-        caches = [SequenceCache(self.executor.plan, kinds, pools) for _ in range(n)]
-        for cache in caches:
-            _fill_to(cache, depth)
-        tokens = self._together(caches, CHECKED)
-        if isinstance(self.executor, DeviceExecutor):
-            again = self._alone(self.executor, caches)
-            if min(map(min, tokens)) < 0 or tokens != again:
-                raise NumericalError(f"depth {depth}: tokens {tokens} together, {again} alone: a kernel is wrong")
-        self._together(caches, n_gen)
-        rates = []
-        for _ in range(self.options.repeats):
-            start = _now(self.executor.device)
-            tokens = self._together(caches, n_gen)
-            rates.append(n * n_gen / (_now(self.executor.device) - start))
-        return self._row("decode", "greedy", 0, depth, rates, _hash([token for own in tokens for token in own]), n)
-
-    def _together(self, caches: list[SequenceCache], n_tokens: int) -> list[list[int]]:
-        """n_tokens of each sequence, which keep none of them."""
-        batch = Batch()
-        for i, cache in enumerate(caches):
-            cache.append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=n_tokens)
-        if isinstance(self.executor, DeviceExecutor):
-            return self.executor.decode_greedy_together(batch, n_tokens).tolist()
-        found: list[list[int]] = [[] for _ in caches]
-        for _ in range(n_tokens):
-            batch.tokens = self.executor.run(batch).argmax(-1).tolist()
-            batch.slots = batch.positions = [slot + 1 for slot in batch.slots]
-            for own, token in zip(found, batch.tokens, strict=True):
-                own.append(token)
-        return found
-
-    @staticmethod
-    def _alone(executor: DeviceExecutor, caches: list[SequenceCache]) -> list[list[int]]:
-        """The first tokens of each sequence by itself, launched kernel by kernel."""
-        found = []
-        for i, cache in enumerate(caches):
-            batch, own = Batch(), list[int]()
-            cache.append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=CHECKED)
-            for _ in range(CHECKED):
-                own.append(int(executor.run(batch, is_eager=True)[0].argmax()))
-                batch.tokens, batch.copies = [own[-1]], []
-                batch.slots = batch.positions = [batch.slots[0] + 1]
-            found.append(own)
-        return found
+        together = Together(self.executor, depth, n)
+        together.check()
+        rates, tokens = zip(*together.measure(self.options.n_gen, self.options.repeats), strict=True)
+        return self._row("decode", "greedy", 0, depth, list(rates), _hash(tokens[-1]), n)
 
     def _time_tokens(
         self, make: Callable[[SequenceCache, int, int], list[int]], depth: int
@@ -427,9 +375,9 @@ class _Runner:
         rates = []
         for _ in range(self.options.repeats):
             cache = self._cache_at(depth)
-            start = _now(self.executor.device)
+            start = now(self.executor.device)
             tokens = make(cache, n_gen, FIRST_TOKEN)
-            rates.append(n_gen / (_now(self.executor.device) - start))
+            rates.append(n_gen / (now(self.executor.device) - start))
         return rates, tokens
 
     def prompt(self, n_prompt: int) -> Row:
@@ -437,20 +385,20 @@ class _Runner:
         rates = []
         for _ in range(min(self.options.repeats, 2)):
             cache = self._cache_at(0)
-            start = _now(self.executor.device)
+            start = now(self.executor.device)
             for first in range(0, n_prompt, self.executor.plan.chunk):
                 n = min(self.executor.plan.chunk, n_prompt - first)
                 batch = Batch()
                 cache.append_rows(batch, [FIRST_TOKEN] * n, [n - 1])
                 self.executor.run(batch)
                 cache.commit(n)
-            rates.append(n_prompt / (_now(self.executor.device) - start))
+            rates.append(n_prompt / (now(self.executor.device) - start))
         return self._row("prompt", None, n_prompt, 0, rates, None)
 
     def _host_us(self) -> float | None:
         return round(self.executor.host_us(), 1) if isinstance(self.executor, DeviceExecutor) else None
 
-    def _host_memory_gb(self) -> float | None:
+    def _hostpeak_memory_gb(self) -> float | None:
         """Of the weights, what the kernels read from pinned host memory."""
         return round(self.executor.memory_plan.on_host / 1e9, 3) if isinstance(self.executor, DeviceExecutor) else None
 
@@ -489,8 +437,8 @@ class _Runner:
             load_s=self.opened.load_s,
             first_start_s=self.opened.first_start_s,
             capacity=self.executor.plan.capacity,
-            device_memory_gb=_memory_gb(device),
-            host_memory_gb=self._host_memory_gb(),
+            device_memory_gb=peak_memory_gb(device),
+            host_memory_gb=self._hostpeak_memory_gb(),
             checksum=checksum,
             executor="kernels" if isinstance(self.executor, DeviceExecutor) else "reference",
             notes=tuple(note for note in (*self.opened.notices, self.limit.notice) if note),
@@ -498,18 +446,5 @@ class _Runner:
         )
 
 
-def _fill_to(cache: SequenceCache, depth: int) -> None:
-    """Take pages up to a depth, as if all before it had been written."""
-    while cache.length < depth:
-        n = min(64, depth - cache.length)
-        cache.reserve(n)
-        cache.commit(n)
-
-
 def _hash(tokens: list[int]) -> str:
     return hashlib.sha256(repr(tokens[:CHECKED]).encode()).hexdigest()[:12]
-
-
-def _memory_gb(device: torch.device) -> float | None:
-    """The most that tensors took at once, since the model was opened."""
-    return round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None

@@ -133,3 +133,8 @@ def _commit() -> str | None:
 def _git(folder: str, *words: str) -> str:
     done = subprocess.run(("git", "-C", folder, *words), capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def peak_memory_gb(device: torch.device) -> float | None:
+    """The most that tensors took at once, since the model was opened."""
+    return round(torch.cuda.max_memory_allocated(device) / 1e9, 3) if device.type == "cuda" else None

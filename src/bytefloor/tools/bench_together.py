@@ -1,0 +1,86 @@
+"""Several sequences that decode together: what ``bench -b`` times, and what proves that it times the right thing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import SequenceCache, make_pools
+from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.errors import NumericalError
+
+CHECKED = 8
+"""Tokens of each measurement that are compared with launching kernel by kernel."""
+FIRST_TOKEN = 5
+Executor = DeviceExecutor | ReferenceExecutor
+
+
+class Together:
+    """n sequences at a depth, each with a first token of its own."""
+
+    def __init__(self, executor: Executor, depth: int, n: int) -> None:
+        self._executor, self._depth = executor, depth
+        pools = make_pools(executor.plan, executor.step.kinds)
+        self._caches = [SequenceCache(executor.plan, executor.step.kinds, pools) for _ in range(n)]
+        for cache in self._caches:
+            fill_to(cache, depth)
+
+    def check(self) -> None:
+        """On a device: NumericalError where a sequence's first tokens are not those it gets alone, kernel by kernel."""
+        if not isinstance(self._executor, DeviceExecutor):
+            return
+        tokens, alone = self._decode(CHECKED), [self._alone(self._executor, i) for i in range(len(self._caches))]
+        if min(map(min, tokens)) < 0 or tokens != alone:
+            raise NumericalError(f"depth {self._depth}: tokens {tokens} together, {alone} alone: a kernel is wrong")
+
+    def measure(self, n_tokens: int, repeats: int) -> Iterator[tuple[float, list[int]]]:
+        """(tokens a second of all sequences, the tokens of one after another) of each repeat."""
+        self._decode(n_tokens)
+        for _ in range(repeats):
+            start = now(self._executor.device)
+            tokens = self._decode(n_tokens)
+            rate = len(tokens) * n_tokens / (now(self._executor.device) - start)
+            yield rate, [token for own in tokens for token in own]
+
+    def _decode(self, n_tokens: int) -> list[list[int]]:
+        """Best tokens in a row of each sequence, whose caches keep none of them."""
+        batch = Batch()
+        for i, cache in enumerate(self._caches):
+            cache.append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=n_tokens)
+        if isinstance(self._executor, DeviceExecutor):
+            return self._executor.decode_greedy_together(batch, n_tokens).tolist()
+        found: list[list[int]] = [[] for _ in self._caches]
+        for _ in range(n_tokens):
+            batch.tokens = self._executor.run(batch).argmax(-1).tolist()
+            batch.slots = batch.positions = [slot + 1 for slot in batch.slots]
+            for own, token in zip(found, batch.tokens, strict=True):
+                own.append(token)
+        return found
+
+    def _alone(self, executor: DeviceExecutor, i: int) -> list[int]:
+        batch, own = Batch(), list[int]()
+        self._caches[i].append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=CHECKED)
+        for _ in range(CHECKED):
+            own.append(int(executor.run(batch, is_eager=True)[0].argmax()))
+            batch.tokens, batch.copies = [own[-1]], []
+            batch.slots = batch.positions = [batch.slots[0] + 1]
+        return own
+
+
+def fill_to(cache: SequenceCache, depth: int) -> None:
+    """Take pages up to a depth, as if all before it had been written."""
+    while cache.length < depth:
+        n = min(64, depth - cache.length)
+        cache.reserve(n)
+        cache.commit(n)
+
+
+def now(device: torch.device) -> float:
+    """Seconds, when all that the device was given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
