@@ -11,13 +11,17 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.device_batch import sizes_for
+from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.engine.request import Request
+from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import checkpoint_of
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
+from device_sampling import Numbers
 from kernel_twins import TwinDevice
 
 N_SEQUENCES = 11
@@ -103,3 +107,24 @@ def test_decoding_rows_ride_beside_a_prompt(executor: DeviceExecutor, step: Step
 )
 def test_graphs_follow_from_how_many_run_at_once(n: int, sizes: tuple[int, ...]) -> None:
     assert sizes_for(n) == sizes
+
+
+def test_requests_at_once_get_the_answers_they_get_alone(executor: DeviceExecutor) -> None:
+    """S06, S07: prompts of unequal length join and leave; greedy and sampled; the last one goes on in the loop."""
+    requests = [
+        Request(tuple(ids_of(s)[: LENGTHS[s]]), sampling=SamplingParams(temperature=temperature, seed=s), max_tokens=n)
+        for s, temperature, n in ((0, 0.0, 4), (1, 0.0, 9), (4, 1.3, 6), (8, 0.0, 3), (2, 0.7, 12))
+    ]
+
+    def engine() -> Engine:
+        return Engine(executor, Numbers(270), executor.step.logits.shape[-1])
+
+    alone = [[d.sampled.id for d in engine().generate(request) if d.sampled] for request in requests]
+    shared = engine()
+    ids = {shared.add(request): i for i, request in enumerate(requests)}
+    found: list[list[int]] = [[] for _ in requests]
+    while shared.has_work:
+        for delta in shared.step():
+            if delta.sampled is not None:
+                found[ids[delta.request_id]].append(delta.sampled.id)
+    assert found == alone

@@ -56,8 +56,9 @@ class Engine:
         self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
         self._n_requests = 0
         self._loop = executor.make_loop()
-        # Whose tokens go from the device to the device now.
+        # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
         self._looping: SequenceState | None = None
+        self._is_shown = False
 
     @property
     def capacity(self) -> int:
@@ -142,7 +143,7 @@ class Engine:
         try:
             if self._looping is not sequence:
                 self._leave_loop()
-                self._looping = sequence
+                self._looping, self._is_shown = sequence, False
                 loop.start(sequence.sampler, sequence.ids, len(sequence.request.prompt_ids))
             n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
             while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
@@ -157,7 +158,7 @@ class Engine:
 
     def _launch(self, loop: DecodeLoop, sequence: SequenceState, n_rows: int) -> bool:
         """Start the last of the next n_rows steps. False, for one that is not needed yet, where pages are short."""
-        if sequence.cache.is_writable(n_rows):
+        if self._is_shown and sequence.cache.is_writable(n_rows):
             loop.launch(None)
             return True
         shown = Batch()
@@ -168,6 +169,7 @@ class Engine:
                 raise
             return False
         loop.launch(shown)
+        self._is_shown = True
         return True
 
     def _leave_loop(self) -> None:
