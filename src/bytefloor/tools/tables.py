@@ -12,7 +12,7 @@ README = ROOT / "README.md"
 BENCH_PAGE = ROOT / "docs" / "bench.md"
 RESULTS = ROOT / "docs" / "results"
 BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
-HEADINGS = ("model", "sampling", "depth", "tok/s", "share of the floor", "card", "date")
+HEADINGS = ("model", "cache", "sequences", "sampling", "depth", "tok/s", "share of the floor", "card", "date")
 SIZES = ("30MB", "75MB", "500MB")
 
 Rows = list[dict[str, Any]]
@@ -27,11 +27,14 @@ def load_rows(folder: Path, verb: str = "decode") -> Rows:
 def make_table(rows: Rows) -> str:
     """Markdown, a line a row.
 
-    Rows from before sampled decoding was measured are greedy, those from before executors were named ran on kernels.
+    Rows from before sampled decoding was measured are greedy, those from before executors were named ran on kernels, those
+    from before caches of codes had one of bf16.
     """
     lines = [
         (
             row["model"] + (" (reference executor)" if row.get("executor") == "reference" else ""),
+            row.get("kv", "bf16"),
+            str(row.get("batch", 1)),
             row.get("sampling", "greedy"),
             f"{row['depth']:,}",
             f"{row['tok_s']:.0f}",
