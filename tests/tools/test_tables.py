@@ -19,14 +19,15 @@ def test_pages_are_made_from_the_committed_results() -> None:
         assert path.read_text() == text
 
 
-def test_a_line_is_a_row_and_says_how_its_tokens_were_chosen() -> None:
+def test_greedy_and_sampled_tokens_of_a_measurement_share_a_line() -> None:
     row = {"model": "m", "depth": 8192, "tok_s": 99.6, "share": 0.4567, "card": "c", "date": "d"}
-    kinds = [row, {**row, "sampling": "sampled", "executor": "kernels"}, {**row, "executor": "reference"}]
-    lines = make_table(kinds).splitlines()
+    sampled = {**row, "sampling": "sampled", "executor": "kernels", "tok_s": 90.2, "share": 0.4}
+    several = {**row, "batch": 8, "kv": "int8", "tok_s": 700.0}
+    lines = make_table([row, sampled, several, {**row, "executor": "reference"}]).splitlines()
     assert lines[2:] == [
-        "| m | greedy | 8,192 | 100 | 45.7% | c | d |",
-        "| m | sampled | 8,192 | 100 | 45.7% | c | d |",
-        "| m (reference executor) | greedy | 8,192 | 100 | 45.7% | c | d |",
+        "| m | bf16 | 1 | 8,192 | 100 | 90 | 45.7% | c | d |",
+        "| m | int8 | 8 | 8,192 | 700 |  | 45.7% | c | d |",
+        "| m (reference executor) | bf16 | 1 | 8,192 | 100 |  | 45.7% | c | d |",
     ]
 
 
