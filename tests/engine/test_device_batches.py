@@ -13,6 +13,7 @@ from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.device_batch import sizes_for
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import DEVICE_ROUNDING
+from bytefloor.engine.progress import Silent
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
@@ -28,6 +29,17 @@ N_SEQUENCES = 11
 LENGTHS = (3, 40, 27, 61, 1, 33, 12, 50, 8, 22, 45)
 """Of what each sequence has before it decodes with the others: in one tile and several, inside windows and beyond."""
 N_STEPS = 6
+
+
+class Lines(Silent):
+    """What is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        """A line."""
+        self.lines.append(line)
 
 
 @pytest.fixture(params=list(SHAPES))
@@ -58,7 +70,7 @@ def expected_logits(step: Step, sequence: int) -> Tensor:
 
 
 def test_ragged_sequences_come_and_go_between_steps(executor: DeviceExecutor, step: Step) -> None:
-    """S06, S07, X02: every number of rows, unequal lengths, graphs with padding; no row sees another's."""
+    """S06, S07, X02: many numbers of rows, unequal lengths, graphs with padding; no row sees another's."""
     assert executor.batch_sizes == (4, 8, 16)
     pools = make_pools(executor.plan, step.kinds)
     caches = [SequenceCache(executor.plan, step.kinds, pools) for _ in range(N_SEQUENCES)]

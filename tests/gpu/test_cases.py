@@ -294,7 +294,7 @@ def test_every_storage_of_the_cache_has_kernels_or_is_refused_by_name(
     step, ids = step_of(checkpoint_of("gemma4", SHAPES["gemma4"], "Q4_K_M", card), rounding), ids_of(70)
     executor = made_or_refused(make, step)
     if isinstance(executor, str):
-        assert storage != DEVICE_ROUNDING.cache
+        assert storage not in MOST_KL
         assert "cache" in executor
         assert storage in executor
         return
@@ -327,8 +327,7 @@ def test_a_cache_of_fewer_bits_costs_what_its_bits_cost(
     step, ids = step_of(checkpoint, replace(DEVICE_ROUNDING, cache=storage)), ids_of(100)
     assert head_size in {kind.head_size for kind in step.kinds}
     executor = made_or_refused(make, step)
-    if isinstance(executor, str):
-        pytest.skip(f"refused, see S12: {executor}")
+    assert not isinstance(executor, str), executor
     exact = reference_rows(step_of(checkpoint, Rounding()), ids, card)
     rounding = mean_kl(exact, reference_rows(step, ids, card))
     assert 0.3 * rounding < mean_kl(exact, rows_of(executor, ids, 1)) < min(3 * rounding, MOST_KL[storage])

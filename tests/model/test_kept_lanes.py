@@ -35,7 +35,9 @@ def plain_step(model: Model, storage: str) -> Step:
 
 
 @pytest.fixture(params=["gemma4-unified", "gemma4-31b", "shared"])
-def model(request: pytest.FixtureRequest, shared_dir: Path, tmp_path: Path) -> Model:
+def model(request: pytest.FixtureRequest, shared_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    """Tiny heads have fewer lanes that turn than a kernel takes at once."""
+    monkeypatch.setattr(decoder, "PAIRS_TOGETHER", 1)
     name = request.param
     path = shared_dir / "models" / "gemma4-tiny" if name == "shared" else build_tiny(name, tmp_path).directory
     return load_model(open_checkpoint(path))
@@ -58,6 +60,12 @@ def test_in_bf16_it_costs_what_the_plain_form_costs(model: Model) -> None:
     exact = logits_of(plain, ids, 40, Precision(torch.float64, torch.float64, rounds=False))
     costs = [(logits_of(each, ids, 40) - exact).norm() for each in (step, plain)]
     assert 0 < costs[0] < 2 * costs[1]
+
+
+def test_fewer_lanes_than_a_kernel_takes_at_once_keep_all_of_k(tmp_path: Path) -> None:
+    """They turn in four pairs of 16."""
+    model = load_model(open_checkpoint(build_tiny("gemma4-31b", tmp_path).directory))
+    assert not any(kind.rotated for kind in build_step(model.config, model.weights, Rounding(cache="bf16")).kinds)
 
 
 def test_codes_keep_all_of_k(model: Model) -> None:

@@ -139,6 +139,8 @@ class DeviceExecutor:
         # A request's sampler stays while the next prompt runs.
         sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
         running = prompt_bytes(self.step, self.plan, self.device) + sampling
+        # Logits of sequences that decode together wait for a prompt beside them, and are stacked then.
+        running += 2 * max(self.batch_sizes, default=0) * self._n_vocabulary * 4
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
         return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
@@ -245,15 +247,18 @@ class DeviceExecutor:
             single = [rows for rows, part in alone if len(part.tokens) == 1] if self._batches else []
             together = [rows[0] for rows in single] if len(single) > 1 else []
             most = max(self._batches, default=1)
+            if len(together) % most == 1:
+                together.pop()  # one left over is cheaper alone
             for first in range(0, len(together), most):
                 found |= self._run_together(batch, together[first : first + most], is_eager)
             for rows, part in alone:
                 if rows[0] not in together:
                     self._show({name: tables[0] for name, tables in part.tables.items()})
                     found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
+            wanted = [found[row] for row in batch.wanted]
+            logits = torch.stack(wanted) if wanted else torch.empty(0, self._n_vocabulary, device=self.device)
         self._stream.synchronize()
-        wanted = [found[row] for row in batch.wanted]
-        return torch.stack(wanted) if wanted else torch.empty(0, self._n_vocabulary, device=self.device)
+        return logits
 
     def _run_together(self, batch: Batch, rows: Sequence[int], is_eager: bool) -> dict[int, Tensor]:
         """Logits of rows of as many sequences, by row."""

@@ -260,6 +260,8 @@ def choose_tiles(kind: CacheKind, heads: int, card: Card) -> Tiles:
         return max(n for n in range(1, stages + 1) if n == 1 or beside_tiles(n) <= room)
 
     fitting = (card.block_bytes - beside_tiles(1)) // stage_bytes
+    if fitting < 2:
+        raise UnsupportedError(f"no room for two tiles of {heads} heads of {e} in {card.block_bytes} bytes")
     stages = min(MOST_STAGES, fitting)
     if has_codes or kind.rotated:
         # More of what is smaller, but for one where that makes room for rounds of several.

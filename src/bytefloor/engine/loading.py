@@ -10,6 +10,7 @@ import torch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.engine import Engine, Executor, never_sampled
+from bytefloor.engine.launches import STORAGES
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Progress
 from bytefloor.engine.reference import Precision, ReferenceExecutor
@@ -26,7 +27,7 @@ DEFAULT_CONTEXT = 8192
 """Where the user names none: the model's own context, but no more than this. What is used is always shown."""
 DEVICE_ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 """What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16 or to codes."""
-KV_TYPES = ("bf16", "int8", "fp8")
+KV_TYPES = tuple(STORAGES)
 """What a user may ask the cache to keep; without a word kernels keep bf16 and the reference executor float32."""
 WEIGHT_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 

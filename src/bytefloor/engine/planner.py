@@ -1,4 +1,4 @@
-"""The launches of one token, with their buffers: what a CUDA graph is captured from."""
+"""The launches of one token, or of several at once, with their buffers: what a CUDA graph is captured from."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ from bytefloor.model.config import LayerConfig, ModelConfig, Rounding
 from bytefloor.model.step import Buffer, CacheKind, CacheLayer, Step, StepBuilder
 from bytefloor.model.weights import LayerWeights, ModelWeights, Weight
 
+PAIRS_TOGETHER = 16
+"""Pairs of lanes that turn come in whole tensor core tiles of each half; where they do not, all of K is kept."""
 FLOATS = ("float32", "bf16")
 """Storages that may leave out lanes of K; with codes, scores of V's lanes and of K's would have scales of their own."""
 
@@ -152,4 +154,4 @@ def rotated_lanes(c: ModelConfig, layer: LayerConfig) -> int:
         return 0
     turns = [frequency != 0 for frequency in layer.rope.inverse_frequencies]
     n = sum(turns)
-    return 2 * n if 0 < n < len(turns) and all(turns[:n]) else 0
+    return 2 * n if 0 < n < len(turns) and all(turns[:n]) and n % PAIRS_TOGETHER == 0 else 0

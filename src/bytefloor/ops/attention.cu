@@ -5,8 +5,8 @@
 // q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales],
 // or bf16 [pages][J][PAGE][E + ROTATED]: see attention_storage.cuh.
 // Approximate: tensor cores multiply keys and values, which are bf16 or codes that bf16 holds, with queries and shares that are
-// split into two bf16 (16 bits in all) and sum in float32; keys of int8 with queries of 16-bit codes, one scale a head, exactly; softmax in float32; the running maximum starts at a finite value and is
-// applied once a tile.
+// split into two bf16 (16 bits in all) and sum in float32; keys of int8 with queries of 16-bit codes under one scale a head, in
+// whole numbers. Softmax in float32; the running maximum starts at a finite value and is applied once a tile.
 // The band is cut into runs of whole tiles by a rule of its length alone; runs are merged in order: two runs of a kernel
 // give the same bits.
 // Moves the live band of K and V once for each group of HEADS query heads. Needs cp.async and mma (sm_80).
@@ -27,8 +27,8 @@
 //
 // Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept beside values; 0: keys are kept
 // whole), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round, where a run has no
-// more), TOKENS (gridDim.z), QKV_STRIDE (from one token's qkv to the next), MAX_RUNS, MIN_TILES (of a run where there are several), PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2
-// interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
+// more), TOKENS (gridDim.z), QKV_STRIDE (from one token's qkv to the next), MAX_RUNS, MIN_TILES (of a run where there are several),
+// PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
 #include <cuda_bf16.h>
 
 #include "attention_storage.cuh"

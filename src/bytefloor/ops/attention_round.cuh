@@ -15,21 +15,14 @@ __device__ __forceinline__ void load_transposed(u32 (&a)[4], const void* p) {
                  : "memory");
 }
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    multiply_halves<true>(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
 struct Split {  // two floats as two bf16 each: what the first leaves over is the second
     u32 high, low;
     __device__ __forceinline__ Split(float a, float b) {
-        high = pack(a, b);
-        low = pack(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
-    }
-    static __device__ __forceinline__ u32 pack(float a, float b) {
-        u32 both;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(b), "f"(a));
-        return both;
+        high = pack_halves<true>(a, b);
+        low = pack_halves<true>(a - __uint_as_float(high << 16), b - __uint_as_float(high & 0xffff0000u));
     }
 };
 

@@ -1,4 +1,5 @@
-// embed: rows of a packed table times a constant, one for each of gridDim.y tokens. out float32 [tokens][D], see handover.cuh; exact but for that one multiplication.
+// embed: rows of a packed table times a constant, one for each of gridDim.y tokens. out float32 [tokens][D], see handover.cuh;
+// exact but for that one multiplication.
 // The first kernel of a step, so the one that waits for the step before. Defined by the host: FORM, D, V, SCALE.
 extern "C" __global__ void embed(const u8* table, const State* state, float* out) {
     wait_for_previous();

@@ -125,7 +125,8 @@ struct OwnCodes {
 // The weights of the norms depend on nothing, so they are read before anything is waited for.
 template <typename SINK>
 __device__ __forceinline__ void prologue(const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
-                                         const float* scalar, float* x_out, bool writes, u32 parity, SINK sink, float* sums, int tid, int warp, int lane) {
+                                         const float* scalar, float* x_out, bool writes, u32 parity, SINK sink, float* sums, int tid,
+                                         int warp, int lane) {
     Values x;
 #if NORM
     Values weight;

@@ -34,7 +34,7 @@ from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
 from bytefloor.ops.pages import randomise
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, peak_memory_gb, say, spread
-from bytefloor.tools.bench_together import CHECKED, FIRST_TOKEN, Together, fill_to, now
+from bytefloor.tools.bench_together import CHECKED, FIRST_TOKEN, Together, fill_to, now, those_that_fit_together
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
@@ -121,15 +121,16 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     plan = CachePlan(capacity, PROMPT_CHUNK, max(options.batches, default=1))
     opened = _open(name, plan, device, Advice(words, words), options.kv)
     say(opened.notices)
+    batches = those_that_fit_together(opened.executor, options.batches, options.n_gen)
     runner = _Runner(opened, options, limit)
     runner.check_kernels()
     for depth in depths:
-        for n in options.batches:
-            if n == 1:
-                yield runner.decode(depth)
-                yield runner.decode_sampled(depth)
-            else:
+        for n in batches:
+            if n > 1:
                 yield runner.decode_together(depth, n)
+                continue
+            yield runner.decode(depth)
+            yield runner.decode_sampled(depth)
     for n_prompt in prompts:
         yield runner.prompt(n_prompt)
 
@@ -395,13 +396,6 @@ class _Runner:
             rates.append(n_prompt / (now(self.executor.device) - start))
         return self._row("prompt", None, n_prompt, 0, rates, None)
 
-    def _host_us(self) -> float | None:
-        return round(self.executor.host_us(), 1) if isinstance(self.executor, DeviceExecutor) else None
-
-    def _hostpeak_memory_gb(self) -> float | None:
-        """Of the weights, what the kernels read from pinned host memory."""
-        return round(self.executor.memory_plan.on_host / 1e9, 3) if isinstance(self.executor, DeviceExecutor) else None
-
     def _row(
         self,
         verb: str,
@@ -413,6 +407,7 @@ class _Runner:
         batch: int = 1,
     ) -> Row:
         rate, device, model = median(rates), self.executor.device, self.opened.model
+        kernels = self.executor if isinstance(self.executor, DeviceExecutor) else None
         n_gen = 0 if n_prompt else self.options.n_gen
         weights, cache = token_bytes(self.executor.step, depth + n_gen // 2)
         cache *= batch
@@ -433,14 +428,14 @@ class _Runner:
             file_bytes=weights + cache,
             moved_bytes=self.executor.moved_bytes() + cache,
             stream_gb_s=round(self.limit.gb_s, 1),
-            host_us=self._host_us() if sampling == "greedy" else None,
+            host_us=round(kernels.host_us(), 1) if kernels and sampling == "greedy" and batch == 1 else None,
             load_s=self.opened.load_s,
             first_start_s=self.opened.first_start_s,
             capacity=self.executor.plan.capacity,
             device_memory_gb=peak_memory_gb(device),
-            host_memory_gb=self._hostpeak_memory_gb(),
+            host_memory_gb=round(kernels.memory_plan.on_host / 1e9, 3) if kernels else None,
             checksum=checksum,
-            executor="kernels" if isinstance(self.executor, DeviceExecutor) else "reference",
+            executor="kernels" if kernels else "reference",
             notes=tuple(note for note in (*self.opened.notices, self.limit.notice) if note),
             **origin(device),
         )

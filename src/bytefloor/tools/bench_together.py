@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,8 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.reference import ReferenceExecutor
-from bytefloor.errors import NumericalError
+from bytefloor.errors import NumericalError, RequestError
+from bytefloor.tools.bench_rows import say
 
 CHECKED = 8
 """Tokens of each measurement that are compared with launching kernel by kernel."""
@@ -69,6 +70,18 @@ class Together:
             batch.tokens, batch.copies = [own[-1]], []
             batch.slots = batch.positions = [batch.slots[0] + 1]
         return own
+
+
+def those_that_fit_together(executor: Executor, batches: Sequence[int], n_tokens: int) -> list[int]:
+    """Numbers of sequences that one step can have; the others are named.
+
+    RequestError where sequences would make more tokens in a row than sliding layers have room for.
+    """
+    most = max(executor.batch_sizes, default=1) if isinstance(executor, DeviceExecutor) else max(batches, default=1)
+    say([f"{n} sequences together are left out: at most {most} share a step here" for n in batches if n > most])
+    if max(batches, default=1) > 1 and n_tokens > executor.plan.chunk:
+        raise RequestError(f"-n {n_tokens}: expected at most {executor.plan.chunk} with several sequences")
+    return [n for n in batches if n <= most]
 
 
 def fill_to(cache: SequenceCache, depth: int) -> None:

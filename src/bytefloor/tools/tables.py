@@ -25,21 +25,25 @@ def load_rows(folder: Path, verb: str = "decode") -> Rows:
 
 
 def make_table(rows: Rows) -> str:
-    """Markdown, a line for each measurement: greedy and, beside it, sampled where that was measured too.
+    """Markdown, a line for each thing measured, the newest row of it: greedy and beside it sampled, where that is.
 
     Rows from before sampled decoding was measured are greedy, those from before executors were named ran on kernels,
     those from before caches of codes had one of bf16.
     """
     found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["date"]):
         name = row["model"] + (" (reference executor)" if row.get("executor") == "reference" else "")
-        place = (name, row.get("kv", "bf16"), str(row.get("batch", 1)), f"{row['depth']:,}", row["card"], row["date"])
-        found.setdefault(place, {})[row.get("sampling", "greedy")] = row
+        place = (name, row.get("kv", "bf16"), str(row.get("batch", 1)), f"{row['depth']:,}")
+        sampling, before = row.get("sampling", "greedy"), found.setdefault(place, {})
+        if sampling in before and before[sampling]["date"] == row["date"]:
+            raise ValueError(f"two rows of {place}, {sampling}, {row['date']}: which of them counts?")
+        before[sampling] = row
     lines = []
-    for (*what, card, date), kinds in found.items():
+    for what, kinds in found.items():
         rate = {sampling: f"{row['tok_s']:.0f}" for sampling, row in kinds.items()}
-        share = next(iter(kinds.values()))["share"]
-        lines.append((*what, rate.get("greedy", ""), rate.get("sampled", ""), f"{share:.1%}", card, date))
+        row = kinds.get("greedy") or kinds["sampled"]
+        tokens = rate.get("greedy", ""), rate.get("sampled", "")
+        lines.append((*what, *tokens, f"{row['share']:.1%}", row["card"], row["date"]))
     return _markdown(HEADINGS, lines)
 
 
