@@ -84,6 +84,33 @@ def test_a_row_without_kernels_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.executor, row.notes) == ("reference", ("a limit of torch",))
 
 
+@pytest.mark.parametrize("kv", ["float32", "bf16", "int8", "fp8"])
+def test_several_sequences_without_kernels(monkeypatch: pytest.MonkeyPatch, kv: str) -> None:
+    """A cache that rounds moves more than last bits between one row and several; any number of them share a step."""
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(bench_module, "measure_limit", lambda device: LIMIT)
+    options = replace(OPTIONS, device="cpu", repeats=1, n_prompt=(), depths=(40,), batches=(1, 3, 20))
+    rows = list(bench("synthetic:tiny/Q4_K_M", replace(options, kv=None if kv == "float32" else kv)))
+    assert [(row.batch, row.sampling, row.kv) for row in rows] == [
+        (1, "greedy", kv), (1, "sampled", kv), (3, "greedy", kv), (20, "greedy", kv)
+    ]  # fmt: skip
+    alone, _, three, _ = rows
+    assert three.file_bytes - alone.file_bytes == 2 * (40 + 3 + 1) * 2 * 2 * 2 * {"float32": 256, "bf16": 128}.get(
+        kv, 66
+    )
+
+
+def test_more_sequences_than_a_step_has_are_left_out_and_named(
+    twins: kernel_twins.TwinDevice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, repeats=1, n_prompt=(), depths=(0,), batches=(3, 17))))
+    assert [row.batch for row in rows] == [3]
+    assert rows[0].host_us is None
+    assert "17 sequences together are left out: at most 16 share a step here" in capsys.readouterr().err
+    with pytest.raises(RequestError, match="-n 600: expected at most 512 with several sequences"):
+        list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, n_gen=600, capacity=None, depths=(0,), batches=(3,))))
+
+
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
 def test_a_cache_of_codes_is_filled_measured_and_named(twins: kernel_twins.TwinDevice, kv: str) -> None:
     rows = list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, kv=kv, repeats=1)))
