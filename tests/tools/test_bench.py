@@ -101,14 +101,15 @@ def test_several_sequences_without_kernels(monkeypatch: pytest.MonkeyPatch, kv: 
 
 
 def test_more_sequences_than_a_step_has_are_left_out_and_named(
-    twins: kernel_twins.TwinDevice, capsys: pytest.CaptureFixture[str]
+    twins: kernel_twins.TwinDevice, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, repeats=1, n_prompt=(), depths=(0,), batches=(3, 17))))
     assert [row.batch for row in rows] == [3]
     assert rows[0].host_us is None
     assert "17 sequences together are left out: at most 16 share a step here" in capsys.readouterr().err
-    with pytest.raises(RequestError, match="-n 600: expected at most 512 with several sequences"):
-        list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, n_gen=600, capacity=None, depths=(0,), batches=(3,))))
+    monkeypatch.setattr(bench_module, "PROMPT_CHUNK", 5)
+    with pytest.raises(RequestError, match="-n 6: expected at most 5 with several sequences"):
+        list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, depths=(0,), batches=(3,))))
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])
