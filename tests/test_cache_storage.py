@@ -136,3 +136,26 @@ def test_what_a_cache_of_fewer_bits_costs(
         print(f"\n{name}, {n} positions: " + ", ".join(f"{s} {kl:.2e}" for s, kl in found.items()))
     assert 0 < found["bf16"] < min(found["int8"], found["fp8"])
     assert all(found[storage] < limit for storage, limit in MOST_KL[name].items())
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256, 512])
+def test_codes_of_queries_cost_a_hundredth_of_codes_of_keys_and_values(
+    head_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside int8 keys the kernel gives a query 16 bits under one scale a head: see docs/numerics.md."""
+    generator = torch.Generator().manual_seed(head_size)
+    q, k, v = (torch.randn(n, head_size, generator=generator, dtype=torch.float64) for n in (8, 300, 300))
+
+    def mixed(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return (queries @ keys.T * 3 * head_size**-0.5).softmax(-1) @ values
+
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return ((found - expected).norm() / expected.norm()).item()
+
+    keys, values, exact = round_to(k, "int8"), round_to(v, "int8"), mixed(q, k, v)
+    scale = q.abs().amax(-1, keepdim=True) / 32512
+    of_queries = error(mixed((q / scale).round() * scale, keys, values), mixed(q, keys, values))
+    of_cache = error(mixed(q, keys, values), exact)
+    with capsys.disabled():
+        print(f"\nhead size {head_size}: queries {of_queries:.1e}, int8 cache {of_cache:.1e}")
+    assert 0 < of_queries < of_cache / 100

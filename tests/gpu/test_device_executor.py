@@ -59,14 +59,20 @@ def one_by_one(executor: DeviceExecutor, ids: list[int], is_eager: bool = False)
     return torch.stack(rows)
 
 
-def test_replaying_equals_launching_and_one_run_equals_another(step: Step) -> None:
-    """X02: bit for bit; every buffer and the whole cache hold NaN before each run."""
-    ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
-    executor = DeviceExecutor(step, CachePlan(256, 64))
+def replayed_as_launched(executor: DeviceExecutor, ids: list[int]) -> Tensor:
+    """Logits by the graph, which are those of its kernels launched one by one, bit for bit, over NaN both times."""
     executor.poison()
     replayed = one_by_one(executor, ids)
     executor.poison()
     assert torch.equal(one_by_one(executor, ids, is_eager=True), replayed)
+    return replayed
+
+
+def test_replaying_equals_launching_and_one_run_equals_another(step: Step) -> None:
+    """X02: bit for bit; every buffer and the whole cache hold NaN before each run."""
+    ids = torch.randint(0, 300, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    executor = DeviceExecutor(step, CachePlan(256, 64))
+    replayed = replayed_as_launched(executor, ids)
     executor.poison()
     assert torch.equal(one_by_one(executor, ids), replayed)
     assert bool(torch.isfinite(replayed).all())
@@ -101,10 +107,7 @@ def test_caches_of_codes_agree_with_the_reference_that_rounds_alike(name: str, s
     step = step_of(name, storage=storage)
     ids = torch.randint(0, 300, (140,), generator=torch.Generator().manual_seed(1)).tolist()
     executor = DeviceExecutor(step, CachePlan(256, 128))
-    executor.poison()
-    found = one_by_one(executor, ids)
-    executor.poison()
-    assert torch.equal(one_by_one(executor, ids, is_eager=True), found)
+    found = replayed_as_launched(executor, ids)
     rounded, exact = (reference_logits(step, ids, rounds) for rounds in (True, False))
     cost = ((rounded - exact).norm() / exact.norm()).item()
     assert 0 < ((found - rounded).norm() / rounded.norm()).item() < max(cost, 1e-2)

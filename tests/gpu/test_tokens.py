@@ -66,9 +66,7 @@ def test_gates_of_each_token(has_factor: bool, n_tokens: int) -> None:
     more = {"factor": torch.randn(n_tokens, 1024, device="cuda")} if has_factor else {}
     call = OpCall(OPS["select"], "test", {}, {"index": 0}, None, {}) if has_factor else None
     fused = fused_product(1, glu=glu, factor=call)
-    found, alone, _, _ = run_tokens(
-        fused, [("Q6_K", 1024)], 640 - 128, torch.randn(n_tokens, 512, device="cuda"), **more
-    )
+    found, alone, _, _ = run_tokens(fused, [("Q6_K", 1024)], 512, torch.randn(n_tokens, 512, device="cuda"), **more)
     assert same_bits(found, alone)
 
 

@@ -33,12 +33,20 @@ def test_greedy_and_sampled_tokens_of_a_measurement_share_a_line() -> None:
 
 def test_sizes_stand_beside_each_other_and_other_shapes_are_left_out(tmp_path: Path) -> None:
     row = {"verb": "kernel", "shape": "30MB", "format": "Q4_K", "share": 0.7, "card": "c", "date": "d"}
-    rows = [row, {**row, "shape": "500MB", "share": 0.93}, {**row, "shape": "qwen3-8b.o"}, {**row, "format": "Q6_K"}]
+    row["stream_gb_s"] = 4400.0
+    rows = [
+        row,
+        {**row, "shape": "500MB", "share": 0.93, "stream_gb_s": 4660.0},
+        {**row, "shape": "qwen3-8b.o"},
+        {**row, "format": "Q6_K"},
+    ]
     (tmp_path / "kernels-c.json").write_text(json.dumps(rows))
     (tmp_path / "bench-c.json").write_text(json.dumps([{"verb": "decode"}]))
     assert make_kernel_table(load_rows(tmp_path, "kernel")).splitlines()[2:] == [
         "| Q4_K | 70.0% |  | 93.0% | c | d |",
         "| Q6_K | 70.0% |  |  | c | d |",
+        "",
+        "Read bandwidth measured, GB/s: 30MB 4400 to 4400, 500MB 4660 to 4660.",
     ]
     assert make_kernel_table([]) == "Not measured yet.\n"
 

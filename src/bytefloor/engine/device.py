@@ -64,8 +64,7 @@ class DeviceExecutor:
         self.architecture = device_architecture(self.device)
         check_list(step)
         self.weights = PackedWeights(fused, self.device)
-        self.batch_sizes = self._choose_batch_sizes(fused, progress)
-        launches, memory_plan = self._rehearse(fused)
+        launches, memory_plan = self._rehearse(fused, progress)
         self.memory_plan = place_table(memory_plan)
         if self.memory_plan.on_host:
             self.weights.keep_table_on_host()
@@ -128,14 +127,23 @@ class DeviceExecutor:
         """Bytes of the page pools."""
         return sum(self.plan.n_bytes(kind, self.step.n_cache_layers[kind.name]) for kind in self.step.kinds)
 
-    def _rehearse(self, fused: Sequence[Fused]) -> tuple[list[Launch], MemoryPlan]:
-        """The launches and all bytes, from planning without memory."""
+    def _rehearse(self, fused: Sequence[Fused], progress: Progress) -> tuple[list[Launch], MemoryPlan]:
+        """The launches and all bytes, from planning without memory; which numbers of tokens there are graphs for."""
+        self.batch_sizes: tuple[int, ...] = ()
         with Rehearsal() as rehearsal:
             memory = self._allocate(frozenset())
             launches = LaunchPlanner(fused, self.weights, memory).plan_all()
-            for size in self.batch_sizes:
-                launches += LaunchPlanner(fused, self.weights, self._for_tokens(memory, size)).plan_all()
-        beside_cache = rehearsal.n_bytes - self.cache_bytes()
+            n_bytes = rehearsal.n_bytes
+            for size in sizes_for(self.plan.n_sequences):
+                try:
+                    launches += LaunchPlanner(fused, self.weights, self._for_tokens(memory, size)).plan_all()
+                except UnsupportedError as error:
+                    most = max(self.batch_sizes, default=1)
+                    progress.note(f"no more than {most} sequences a pass over the weights: {error}")
+                    break
+                self.batch_sizes += (size,)
+                n_bytes = rehearsal.n_bytes
+        beside_cache = n_bytes - self.cache_bytes()
         # A request's sampler stays while the next prompt runs.
         sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
         running = prompt_bytes(self.step, self.plan, self.device) + sampling
@@ -144,20 +152,6 @@ class DeviceExecutor:
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
         return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
-
-    def _choose_batch_sizes(self, fused: Sequence[Fused], progress: Progress) -> tuple[int, ...]:
-        """Of those that the plan's sequences need, those whose products have room for the activations of all tokens."""
-        found: list[int] = []
-        for size in sizes_for(self.plan.n_sequences):
-            try:
-                with Rehearsal():
-                    memory = self._for_tokens(self._allocate(frozenset()), size)
-                    LaunchPlanner(fused, self.weights, memory).plan_all()
-            except UnsupportedError as error:
-                progress.note(f"no more than {max(found, default=1)} sequences a pass over the weights: {error}")
-                break
-            found.append(size)
-        return tuple(found)
 
     def _for_tokens(self, memory: DeviceMemory, n_tokens: int) -> DeviceMemory:
         """The same pages for several tokens at once; all else of their own."""
@@ -240,25 +234,31 @@ class DeviceExecutor:
         Sequences with a row each go together, as many as a graph has rows; one with several goes alone, few rows by
         the graph of one token and prompts by the plain list.
         """
-        found: dict[int, Tensor] = {}
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
-            alone = split_by_sequence(batch)
-            single = [rows for rows, part in alone if len(part.tokens) == 1] if self._batches else []
-            together = [rows[0] for rows in single] if len(single) > 1 else []
-            most = max(self._batches, default=1)
-            if len(together) % most == 1:
-                together.pop()  # one left over is cheaper alone
-            for first in range(0, len(together), most):
-                found |= self._run_together(batch, together[first : first + most], is_eager)
-            for rows, part in alone:
-                if rows[0] not in together:
-                    self._show({name: tables[0] for name, tables in part.tables.items()})
-                    found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
-            wanted = [found[row] for row in batch.wanted]
-            logits = torch.stack(wanted) if wanted else torch.empty(0, self._n_vocabulary, device=self.device)
+            is_one = len(set(batch.sequence)) <= 1
+            logits = self._run_alone(batch, is_eager) if is_one else self._run_sequences(batch, is_eager)
         self._stream.synchronize()
         return logits
+
+    def _run_sequences(self, batch: Batch, is_eager: bool) -> Tensor:
+        """The same of several sequences."""
+        found: dict[int, Tensor] = {}
+        alone = split_by_sequence(batch)
+        together = [rows[0] for rows, _ in alone if len(rows) == 1] if self._batches else []
+        most = max(self._batches, default=1)
+        if self._batches and len(together) % most == 1:
+            together.pop()  # one left over, or by itself, is cheaper alone
+        for first in range(0, len(together), most):
+            found |= self._run_together(batch, together[first : first + most], is_eager)
+        for rows, part in alone:
+            if rows[0] not in together:
+                self._show({name: tables[0] for name, tables in part.tables.items()})
+                found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
+        return self._stacked([found[row] for row in batch.wanted])
+
+    def _stacked(self, rows: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(rows)) if rows else torch.empty(0, self._n_vocabulary, device=self.device)
 
     def _run_together(self, batch: Batch, rows: Sequence[int], is_eager: bool) -> dict[int, Tensor]:
         """Logits of rows of as many sequences, by row."""
@@ -281,17 +281,17 @@ class DeviceExecutor:
         graph.place(decoding)
         return graph
 
-    def _run_alone(self, batch: Batch, is_eager: bool) -> list[Tensor]:
+    def _run_alone(self, batch: Batch, is_eager: bool) -> Tensor:
         """Logits of the wanted rows of one sequence, whose tables are shown."""
         if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
-            return list(self._prompts.run(batch))
+            return self._prompts.run(batch)
         found = []
         for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
             self._set_state(token, position)
             self.launch_all() if is_eager else self._graph.replay()
             if row in batch.wanted:
                 found.append(self._memory.logits.clone())
-        return found
+        return self._stacked(found)
 
     @torch.inference_mode()
     def decode_greedy(self, batch: Batch, n_tokens: int) -> Tensor:
@@ -300,9 +300,7 @@ class DeviceExecutor:
         Each token goes from the device to the device; the host only starts replays. The batch's tables must hold pages
         for all of them.
         """
-        end = batch.slots[-1] + n_tokens
-        if end > self.plan.capacity:
-            raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
+        self._check_room(batch, n_tokens)
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
             self._set_state(batch.tokens[-1], batch.slots[-1])
@@ -312,15 +310,18 @@ class DeviceExecutor:
         self._stream.synchronize()
         return self.history[start : start + n_tokens]
 
+    def _check_room(self, batch: Batch, n_tokens: int) -> None:
+        end = max(batch.slots) + n_tokens
+        if end > self.plan.capacity:
+            raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
+
     @torch.inference_mode()
     def decode_greedy_together(self, batch: Batch, n_tokens: int) -> Tensor:
         """The same for as many sequences as one graph holds, a row each: int32 [sequences, n_tokens]."""
         n, most = len(batch.tokens), max(self._batches, default=0)
         if n > most or len(set(batch.sequence)) != n:
             raise UnsupportedError(f"{n} rows together: expected one of each of at most {most} sequences")
-        end = max(batch.slots) + n_tokens
-        if end > self.plan.capacity:
-            raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
+        self._check_room(batch, n_tokens)
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
             graph = self._place(batch, range(n))

@@ -57,18 +57,23 @@ class BatchGraph:
             name: torch.full_like(table, NULL_PAGE, device="cpu", pin_memory=pin)
             for name, table in memory.tables.items()
         }
+        # The same as lists: what has not changed since the last step, nearly all of it, is compared and not copied.
+        self._empty = {name: [NULL_PAGE] * table.shape[1] for name, table in memory.tables.items()}
+        self._shown = {name: [empty] * self.n_tokens for name, empty in self._empty.items()}
 
     def place(self, rows: Sequence[DecodingRow]) -> None:
         """Put rows where the next step finds them. What was placed before must have been read by the device."""
         padded = [*rows, *[PADDING] * (self.n_tokens - len(rows))]
         self._state.copy_(torch.tensor([(row.token, row.position) for row in padded], dtype=torch.int32))
         self.memory.state[:, :2].copy_(self._state, non_blocking=True)
-        for name, shown in self._tables.items():
-            empty = [NULL_PAGE] * shown.shape[1]
-            wanted = torch.tensor([row.tables.get(name, empty) for row in padded], dtype=torch.int32)
-            if not torch.equal(wanted, shown):
-                shown.copy_(wanted)
-                self.memory.tables[name].copy_(shown, non_blocking=True)
+        for name, tables in self._tables.items():
+            wanted = [row.tables.get(name, self._empty[name]) for row in padded]
+            changed = [i for i, (old, new) in enumerate(zip(self._shown[name], wanted, strict=True)) if old != new]
+            for i in changed:
+                tables[i] = torch.tensor(wanted[i], dtype=torch.int32)
+            if changed:
+                self.memory.tables[name].copy_(tables, non_blocking=True)
+                self._shown[name] = wanted
 
     def poison(self) -> None:
         """As ``DeviceExecutor.poison``: NaN in all that a step writes, with the parity of the last one."""

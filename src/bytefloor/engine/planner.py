@@ -106,7 +106,7 @@ class LaunchPlanner:
 
     def _plan_attention(self, fused: FusedAttention, planes_in: int, eps: float) -> AttentionLaunch:
         n_heads, plan = self._n_heads(fused), self.memory.plan
-        rows = Rows(self.n_tokens, self.result_size if self.n_tokens > 1 else 0)
+        rows = Rows(self.n_tokens, self.result_size)
         return plan_attention(fused, n_heads, planes_in, eps, plan, self.card, rows)
 
     @staticmethod

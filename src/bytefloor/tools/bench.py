@@ -34,7 +34,15 @@ from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import CacheKind, Step
 from bytefloor.ops.pages import randomise
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, peak_memory_gb, say, spread
-from bytefloor.tools.bench_together import CHECKED, FIRST_TOKEN, Together, fill_to, now, those_that_fit_together
+from bytefloor.tools.bench_together import (
+    CHECKED,
+    FIRST_TOKEN,
+    Together,
+    fill_to,
+    launched,
+    now,
+    those_that_fit_together,
+)
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
@@ -300,19 +308,9 @@ class _Runner:
         if not isinstance(self.executor, DeviceExecutor):
             return
         replayed = self._decode(self._cache_at(depth), CHECKED, FIRST_TOKEN)
-        again = self._one_by_one(self.executor, depth)
+        again = launched(self.executor, self._cache_at(depth), FIRST_TOKEN)
         if min(replayed) < 0 or replayed != again:
             raise NumericalError(f"depth {depth}: tokens {replayed} replayed, {again} one by one: a kernel is wrong")
-
-    def _one_by_one(self, executor: DeviceExecutor, depth: int) -> list[int]:
-        cache, token, found = self._cache_at(depth), FIRST_TOKEN, []
-        for _ in range(CHECKED):
-            batch = Batch()
-            cache.append_rows(batch, [token], [0])
-            token = int(executor.run(batch, is_eager=True)[0].argmax())
-            found.append(token)
-            cache.commit(1)
-        return found
 
     def check_kernels(self) -> None:
         """The last logits of a short prompt row by row and all rows at once: on a device that is through the decode

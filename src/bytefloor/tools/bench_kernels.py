@@ -34,11 +34,10 @@ from bytefloor.model.step import Step
 from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, spread
 from bytefloor.tools.instructions import instructions_a_byte
 
-GGUF_FORMATS = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16")
 FORMATS = (
-    *GGUF_FORMATS, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "affine-2b-g64", "affine-3b-g64", "affine-4b-g32",
-    "affine-4b-g64", "affine-4b-g128", "affine-5b-g64", "affine-6b-g64", "affine-8b-g64", "FP4-E2M1-g128",
-    "FP8-E4M3-row", "NVFP4-modelopt",
+    "Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "BF16", "F16", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS",
+    "affine-2b-g64", "affine-3b-g64", "affine-4b-g32", "affine-4b-g64", "affine-4b-g128", "affine-5b-g64",
+    "affine-6b-g64", "affine-8b-g64", "FP4-E2M1-g128", "FP8-E4M3-row", "NVFP4-modelopt",
 )  # fmt: skip
 MODELS = ("gemma4-12b", "llama31-8b", "qwen3-8b")
 SIZES_MB = (30, 75, 500)

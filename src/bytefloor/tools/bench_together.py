@@ -34,7 +34,10 @@ class Together:
         """On a device: NumericalError where a sequence's first tokens are not those it gets alone, kernel by kernel."""
         if not isinstance(self._executor, DeviceExecutor):
             return
-        tokens, alone = self._decode(CHECKED), [self._alone(self._executor, i) for i in range(len(self._caches))]
+        tokens, alone = (
+            self._decode(CHECKED),
+            [launched(self._executor, cache, FIRST_TOKEN + i) for i, cache in enumerate(self._caches)],
+        )
         if min(map(min, tokens)) < 0 or tokens != alone:
             raise NumericalError(f"depth {self._depth}: tokens {tokens} together, {alone} alone: a kernel is wrong")
 
@@ -62,14 +65,16 @@ class Together:
                 own.append(token)
         return found
 
-    def _alone(self, executor: DeviceExecutor, i: int) -> list[int]:
-        batch, own = Batch(), list[int]()
-        self._caches[i].append_rows(batch, [FIRST_TOKEN + i], [0], n_reserved=CHECKED)
-        for _ in range(CHECKED):
-            own.append(int(executor.run(batch, is_eager=True)[0].argmax()))
-            batch.tokens, batch.copies = [own[-1]], []
-            batch.slots = batch.positions = [batch.slots[0] + 1]
-        return own
+
+def launched(executor: DeviceExecutor, cache: SequenceCache, token: int) -> list[int]:
+    """The CHECKED best tokens in a row after a token at the cache's end, which keeps none, kernel by kernel."""
+    batch, found = Batch(), list[int]()
+    cache.append_rows(batch, [token], [0], n_reserved=CHECKED)
+    for _ in range(CHECKED):
+        found.append(int(executor.run(batch, is_eager=True)[0].argmax()))
+        batch.tokens, batch.copies = [found[-1]], []
+        batch.slots = batch.positions = [batch.slots[0] + 1]
+    return found
 
 
 def those_that_fit_together(executor: Executor, batches: Sequence[int], n_tokens: int) -> list[int]:

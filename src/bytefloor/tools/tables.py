@@ -58,13 +58,17 @@ def make_limit_line(rows: Rows, kernels: Rows) -> str:
 
 
 def make_kernel_table(rows: Rows) -> str:
-    """Markdown: the share of the stream limit at each size, a line for each format, card and date."""
+    """Markdown: the share of the stream limit at each size, a line for each format, card and date; and those limits."""
     shares: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         if row["shape"] in SIZES:
             shares.setdefault((row["format"], row["card"], row["date"]), {})[row["shape"]] = f"{row['share']:.1%}"
     lines = [(key[0], *(cells.get(size, "") for size in SIZES), *key[1:]) for key, cells in shares.items()]
-    return _markdown(("format", *SIZES, "card", "date"), lines) if lines else "Not measured yet.\n"
+    if not lines:
+        return "Not measured yet.\n"
+    limits = {size: [row["stream_gb_s"] for row in rows if row["shape"] == size] for size in SIZES}
+    told = ", ".join(f"{size} {min(found):.0f} to {max(found):.0f}" for size, found in limits.items() if found)
+    return _markdown(("format", *SIZES, "card", "date"), lines) + f"\nRead bandwidth measured, GB/s: {told}.\n"
 
 
 def _markdown(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
