@@ -69,27 +69,21 @@ __device__ __forceinline__ void turn(float& a, float& b, float2 angle) {
     b = y * angle.x + x * angle.y;
 }
 
-struct Angles {  // cosine and sine of a lane's pairs
-    float2 of[4 * TURNS];
-    __device__ __forceinline__ void load(const float2* turns, int at) {
+// Cosine and sine of pair i are turns[i].
+__device__ __forceinline__ void turn_pairs(Head& x, const float2* turns, int at) {
 #pragma unroll
-        for (int i = 0; i < 4 * TURNS; i++) {
-            int four = i / 4 * LANES + at, pair = ROPE == 1 ? 4 * four + i % 4 : i / 2 % 2 * (E / 4) + 2 * four + i % 2;
-            of[i] = Head::has(i / 4, at) ? turns[pair] : make_float2(1.f, 0.f);
+    for (int m = 0; m < TURNS; m++) {
+        if (!Head::has(m, at)) continue;
+        float4 &a = x.v[2 * m], &b = x.v[2 * m + 1];
+        const float2* own = turns + (m * LANES + at) * (ROPE == 1 ? 4 : 2);
+        if (ROPE == 1) {
+            turn(a.x, b.x, own[0]), turn(a.y, b.y, own[1]), turn(a.z, b.z, own[2]), turn(a.w, b.w, own[3]);
+        } else {
+            const float2* upper = own + E / 4;
+            turn(a.x, a.y, own[0]), turn(a.z, a.w, own[1]), turn(b.x, b.y, upper[0]), turn(b.z, b.w, upper[1]);
         }
     }
-    __device__ __forceinline__ void apply(Head& x) const {
-#pragma unroll
-        for (int m = 0; m < TURNS; m++) {
-            float4 &a = x.v[2 * m], &b = x.v[2 * m + 1];
-            const float2* angle = of + 4 * m;
-            if (ROPE == 1)
-                turn(a.x, b.x, angle[0]), turn(a.y, b.y, angle[1]), turn(a.z, b.z, angle[2]), turn(a.w, b.w, angle[3]);
-            else
-                turn(a.x, a.y, angle[0]), turn(a.z, a.w, angle[1]), turn(b.x, b.y, angle[2]), turn(b.z, b.w, angle[3]);
-        }
-    }
-};
+}
 
 __device__ __forceinline__ void store_bf16(void* to, float4 v) {
     *(uint2*)to = make_uint2(pack_halves<true>(v.x, v.y), pack_halves<true>(v.z, v.w));
@@ -133,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                int k_plane_stride, const float* v, int v_stride, int v_planes, int v_plane_stride, const float* q_weight,
                const float* k_weight, const double* frequencies, const int* positions, const int* slots, const int* sequence,
                Stored* cache, const int* table, int n_table, __nv_bfloat16* q_out, int n_rows) {
-    __shared__ float2 turns[E / 2];
+    __shared__ __align__(16) float2 turns[E / 2];
     int tid = threadIdx.x, at = tid % LANES, row = blockIdx.x;
     let_next_start();
     // Norms and frequencies depend on no kernel.
@@ -168,8 +162,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             turns[n * THREADS + tid] = make_float2(cosine, sine);
         }
     __syncthreads();
-    Angles angles;
-    if (ROPE) angles.load(turns, at);
     int offset = slot % PAGE;
     Stored* page = cache;
     if (OWNS_KV) page += (size_t)table[(size_t)sequence_row * n_table + slot / PAGE % n_table] * (BLOCKS * J * BLOCK);
@@ -192,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (!is_value && QK_NORM) x.multiply(i, is_query ? q_by.v[i] : k_by.v[i]);
             if (KEYS_ARE_VALUES && is_query && !is_rotated(Head::element(i, at))) x.multiply(i, k_by.v[i]);
         }
-        if (ROPE && !is_value) angles.apply(x);
+        if (ROPE && !is_value) turn_pairs(x, turns, at);
         if (is_query)
 #pragma unroll
             for (int i = 0; i < 2 * TURNS; i++)
