@@ -22,6 +22,7 @@ FORMS = ("stream.cuh", "stream_codes.cuh", "stream_lookups.cuh")
 HEADERS = (*FORMS, "stream_tokens.cuh", "ring.cuh", "handover.cuh")
 INCLUDED = (
     "tensor_core.cuh",
+    "fragments.cuh",
     "product_items.cuh",
     "prologue.cuh",
     "attention_storage.cuh",
