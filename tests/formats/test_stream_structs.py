@@ -45,6 +45,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("warp")
     text = "".join((SOURCES / header).read_text() for header in (*FORMS, "stream_tokens.cuh"))
     assert '#include "tensor_core.cuh"\n' in text
+    text = text.replace('#include "fragments.cuh"\n', (SOURCES / "fragments.cuh").read_text())
     for include in ('#include "tensor_core.cuh"\n', "#include <cuda_fp16.h>\n", "#pragma once\n"):
         text = text.replace(include, "")
     (folder / "stream_text.cuh").write_text(text)
@@ -134,6 +135,39 @@ def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: i
         assert library[f"values_{symbol(form)}"](pointer(record), pointer(out)) == form.columns
     expected = get(name).decode(parts).numpy()
     assert np.array_equal(np.concatenate(list(found), axis=1).view(np.int32), expected.view(np.int32))
+
+
+EXACT = ("BF16", "F16", *FP8, "MXFP4", "MXFP4-modelopt", "MXFP4-compressed-tensors", "mlx-mxfp4")
+"""Of these a weight is one exact product, or none, and rounded once."""
+FUSED = ("Q2_K", "Q4_K", "Q5_K", "Q4_1", "Q5_1", *AFFINE)
+"""Of these a minimum is added, which may cancel what was rounded before."""
+
+
+def owned_by_lanes(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of what fragments() gives, [step, group, lane, k16 step s, fragment i, element of a pair]."""
+    step, group, lane, s, i, j = np.indices((columns // 64, 2, 32, 2, 4, 2))
+    return lane // 4 + 8 * (i % 2), 64 * step + 32 * group + 8 * (lane % 4) + 4 * s + 2 * (i // 2) + j
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_fragments_are_the_values_in_bf16(library: ctypes.CDLL, name: str, k: int) -> None:
+    """Each lane has its own sixteen weights in the order of tensor cores; few are the neighbour of the nearest bf16."""
+    form, parts = forms_of(name)[k], random_parts(name, k)
+    rows, columns = owned_by_lanes(form.columns)
+    dense = get(name).decode(parts).float()
+    found = np.empty((16, dense.shape[1]), np.uint16)
+    for i, record in enumerate(form.pack(as_packed(name, parts)).numpy()[0]):
+        words = np.empty(rows.shape, np.uint16)
+        library[f"fragments_{symbol(form)}"](pointer(record), pointer(words))
+        found[rows, i * form.columns + columns] = words
+    got = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).double()
+    nearest = dense.bfloat16().double()
+    differs = got != nearest
+    assert differs.double().mean() < (1e-9 if name in EXACT else 0.01)
+    ulp = torch.exp2((torch.frexp(nearest).exponent.clamp(min=-125) - 8).double())
+    largest = dense.double().abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
+    allowed = torch.maximum(ulp, largest * 2**-16) if name in FUSED else ulp
+    assert ((got - nearest).abs() <= allowed).all()
 
 
 def random_activations(k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ HEADERS = (*FORMS, "stream_tokens.cuh", "ring.cuh", "handover.cuh")
 INCLUDED = (
     "tensor_core.cuh",
     "warpgroup.cuh",
+    "fragments.cuh",
     "product_items.cuh",
     "prologue.cuh",
     "attention_storage.cuh",

@@ -17,7 +17,7 @@
 // largest form), GLU (0, 1 silu, 2 gelu).
 #include "warpgroup.cuh"
 
-constexpr int WARPS = 8, ROWS_W = 16 * WARPS, TILE_BYTES = TILE * 128;
+constexpr int WARPS = 4 * GROUPS, ROWS_W = 16 * WARPS, TILE_BYTES = TILE * 128;
 constexpr int AT_W = SLOTS_X * TILE_BYTES, AT_BARRIERS = AT_W + SLOTS_W * SLOT_BYTES;
 
 struct Turn {  // of a ring: which slot, and the parity of its use
@@ -196,7 +196,7 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, cons
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, BLOCKS)
     product_rows(const u8* x, const u8* w0, const u8* w1, const u8* w2, int n0, int n1, int n2, u8* y, int n_rows, int pitch, int y_stride,
                  int steps, int splits) {
     extern __shared__ u8 shared[];
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
     Items items{n0, n1, n2, (n_rows + TILE - 1) / TILE, splits, steps};
     int n_items = items.count();
     if (warp >= WARPS) {
-        give_registers<40>();
+        give_registers<LEFT_REGISTERS>();
         if (warp > WARPS || lane >= FILLERS) return;
         bool has_waited = false;
         for (int i = blockIdx.x; i < n_items; i += gridDim.x) {
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, 1)
         }
         return;
     }
-    take_registers<232>();
+    take_registers<REGISTERS>();
     Lane at(lane);
     wait_for_previous();
     for (int i = blockIdx.x; i < n_items; i += gridDim.x) {

@@ -43,6 +43,13 @@ template <bool IS_BF16> __device__ __forceinline__ u32 pack_halves(float a, floa
     return packed;
 }
 
+// a * b + c of two bf16 numbers a word, rounded once.
+__device__ __forceinline__ u32 fma_pairs(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
 // Codes `first` and `first` + 1 of four E4M3 ones as float16: exact.
 __device__ __forceinline__ u32 e4m3_as_halves(u32 codes, int first) {
 #if __CUDA_ARCH__ >= 890
