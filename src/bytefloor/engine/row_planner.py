@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
 from bytefloor.engine.launches import Card
 from bytefloor.engine.packed import PackedWeights, matrix
-from bytefloor.engine.plan_rows import Item, plan_attention_rows
+from bytefloor.engine.plan_rows import plan_attention_rows
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.row_launches import (
     glu_rows_grid,
@@ -22,7 +22,15 @@ from bytefloor.engine.row_launches import (
     plan_heads_rows,
     plan_norm_rows,
 )
-from bytefloor.engine.row_products import count_splits, n_blocks, product_spec, row_paddings, tile_for
+from bytefloor.engine.row_products import (
+    MOST_SPLITS,
+    count_splits,
+    n_blocks,
+    pad_rows,
+    product_spec,
+    row_paddings,
+    tile_for,
+)
 from bytefloor.formats.lanes import STEP
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedPerLayer, FusedProduct
 from bytefloor.model.step import OpCall
@@ -30,6 +38,10 @@ from bytefloor.model.weights import Weight
 from bytefloor.ops.rms_norm import reference as rms_norm
 
 UNPACK_THREADS = 256
+LOGITS_COPIES = 3
+"""Of the head's logits: planes added up, and the soft cap's terms."""
+PER_LAYER_COPIES = 5
+"""Of the per-layer inputs: the terms of a norm and a sum."""
 BLOCKS_A_MULTIPROCESSOR = 8
 
 RowStep = Launch | Callable[[], None]
@@ -47,10 +59,14 @@ class Planes:
 
 @dataclass(frozen=True)
 class Head:
-    """What the last product needs: row tiles of the wanted rows, and its planes."""
+    """The last product, of the wanted rows alone, and what it leaves."""
 
-    steps: tuple[RowStep, ...]
+    launches: tuple[Launch, ...]
     planes: Planes
+
+
+NOWHERE = torch.empty(0)
+"""Stands for every buffer while their sizes are found out."""
 
 
 class RowInputs:
@@ -111,7 +127,7 @@ class RowPlanner:
         self._needed: dict[str, tuple[int, torch.dtype]] = {}
         self._is_sizing = True
         for pitch in self.paddings:
-            self.plan_trunk(pitch)
+            self.walk(pitch).head(pitch, is_real=False)
         self._rooms = {name: torch.zeros(n, dtype=dtype, device=device) for name, (n, dtype) in self._needed.items()}
         self._is_sizing = False
 
@@ -119,24 +135,33 @@ class RowPlanner:
         """A buffer that all layers share: n values of it."""
         if self._is_sizing:
             self._needed[name] = (max(n, self._needed.get(name, (0, dtype))[0]), dtype)
-            return torch.empty(n, dtype=dtype, device="meta")
+            return NOWHERE
         return self._rooms[name]
 
-    def plan_trunk(self, pitch: int) -> list[RowStep]:
-        """All but the head, for a padded number of rows."""
-        return _Walk(self, pitch).steps()
-
-    def plan_head(self, pitch: int, n_wanted: int) -> Head:
-        """The head for a padded number of wanted rows, on planes of its own; ``pitch`` of the rows they are picked from."""
-        return _Walk(self, pitch).head(n_wanted)
+    def walk(self, pitch: int) -> Walk:
+        """The launches for a padded number of rows."""
+        return Walk(self, pitch)
 
     def specs(self) -> list[KernelSpec]:
         """Every kernel that any chunk takes."""
-        specs: list[KernelSpec] = []
+        found: dict[KernelSpec, None] = {}
         for pitch in self.paddings:
-            steps = [*self.plan_trunk(pitch), *self.plan_head(pitch, pitch).steps]
-            specs += [step.kernel for step in steps if isinstance(step, Launch)]
-        return list(dict.fromkeys(specs))
+            walk = self.walk(pitch)
+            launches = [*walk.trunk, *walk.head(pitch, is_real=False).launches]
+            found |= {launch.kernel: None for launch in launches if isinstance(launch, Launch)}
+        return list(found)
+
+    @property
+    def n_vocabulary(self) -> int:
+        head = self.fused[-2]
+        assert isinstance(head, FusedProduct)
+        return matrix(head.products[0]).shape[0]
+
+    def running_bytes(self) -> int:
+        """What a chunk takes while it runs: planes and logits of a row a sequence, per-layer inputs term by term."""
+        wanted = pad_rows(self.plan.n_sequences)
+        head = (MOST_SPLITS + LOGITS_COPIES) * wanted * self.n_vocabulary * 4
+        return max(head, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
 
     def frequencies(self, call: OpCall | None) -> Tensor | None:
         if call is None:
@@ -159,8 +184,11 @@ def _n_heads(fused: FusedAttention) -> int:
     return n_heads
 
 
-class _Walk:
-    """One walk over the fused list: where the values of each call lie is what it carries along."""
+class Walk:
+    """One walk over the fused list: where the values of each call lie is what it carries along.
+
+    trunk: all but the head, in order.
+    """
 
     def __init__(self, planner: RowPlanner, pitch: int) -> None:
         self.p, self.pitch = planner, pitch
@@ -172,8 +200,9 @@ class _Walk:
         self.tiles: Tensor | None = None  # what the next product without a norm reads
         self.per_layer: Tensor | None = None
         self.n_per_layer = 0
+        self.trunk = self._trunk()
 
-    def steps(self) -> list[RowStep]:
+    def _trunk(self) -> list[RowStep]:
         steps: list[RowStep] = []
         for fused in self.p.fused[:-2]:
             if isinstance(fused, FusedEmbed):
@@ -186,17 +215,15 @@ class _Walk:
                 steps += self._heads(fused)
         return steps
 
-    def head(self, n_wanted: int) -> Head:
-        """The planes of what precedes are those that the trunk of the same pitch left."""
-        self.steps()
+    def head(self, n_wanted: int, is_real: bool = True) -> Head:
+        """For a padded number of wanted rows, whose planes are made here if they are to be real."""
         fused = self.p.fused[-2]
         assert isinstance(fused, FusedProduct)
-        rows = self.p.inputs.view("wanted")
-        norm, tiles = self._norm(fused, rows, n_wanted)
+        norm, tiles = self._norm(fused, self.p.inputs.view("wanted"), n_wanted)
         weight = matrix(fused.products[0])
         splits = count_splits([weight.shape[0]], weight.shape[1], n_wanted, self.p.card)
-        device = "meta" if self.p._is_sizing else self.p.device
-        out = torch.empty(splits * n_wanted * weight.shape[0], device=device)
+        n_values = splits * n_wanted * weight.shape[0] if is_real else 0
+        out = torch.empty(n_values, dtype=torch.float32, device=self.p.device)
         launch, planes = self._multiply(fused, [weight], tiles, n_wanted, splits, out)
         return Head((norm, launch), planes)
 
