@@ -30,6 +30,8 @@ INCLUDED = (
     "attention_heads.cuh",
     "attention_round.cuh",
     "attention_merge.cuh",
+    "activation.cuh",
+    "row_tiles.cuh",
 )
 """What those, and kernels, include themselves."""
 ARCHITECTURES = ("sm_90a",)
