@@ -29,6 +29,7 @@ INCLUDED = (
     "attention_heads.cuh",
     "attention_round.cuh",
     "attention_merge.cuh",
+    "attention_rows_load.cuh",
 )
 """What those, and kernels, include themselves."""
 ARCHITECTURES = ("sm_90a",)
