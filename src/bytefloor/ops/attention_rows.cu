@@ -137,6 +137,7 @@ __device__ __forceinline__ void multiply_lanes(float (&s)[TILE / 8][4], const u8
 __device__ __forceinline__ void ask_scores(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int warp) {
 #pragma unroll
     for (int i = 0; i < TILE / 8; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
+    asm volatile("" : "+l"(queries), "+l"(keys));  // operands' addresses would be kept in registers that there are not
     begin_products();
 #pragma unroll
     for (int step = 0; step < E / 16; step++) {
@@ -232,7 +233,7 @@ __device__ __forceinline__ uint2* place_in_rows(u8* out, int pitch, int row, int
 
 __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared, int4 item, Band band, u8* out, int pitch) {
     Ring ring{shared};
-    int j = blockIdx.y, warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
+    int j = blockIdx.y, warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
     int m = warpgroup / PARTS * 64 + warp * 16, first_column = warpgroup % PARTS * MY_COLUMNS;
     put_queries(q, shared, item, j);
     show_to_products();

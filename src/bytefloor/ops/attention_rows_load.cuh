@@ -46,7 +46,7 @@ struct Loader {
 #pragma unroll
         for (int i = 0; i < PAGES; i++) from[i] = rows_of(pages[i], position + i * PAGE, is_value) - i * (PAGE * ROW);
         constexpr int A_ROW = ROW / 8;
-#pragma unroll 8
+#pragma unroll 4
         for (int i = tid; i < TILE * A_ROW; i += LOADERS) {
             int row = i / A_ROW;
             const Stored* page = from[0];
@@ -82,7 +82,7 @@ struct Loader {
     }
     // Codes are finite whatever they are; scales outside the band are zero.
     __device__ __forceinline__ void fill(const int (&pages)[PAGES], int position, bool is_value) {
-        constexpr int A_ROW = E / 16, ALL = TILE * A_ROW, BATCH = 8;  // loads under way
+        constexpr int A_ROW = E / 16, ALL = TILE * A_ROW, BATCH = 4;  // loads under way
         const Stored* from[PAGES];
 #pragma unroll
         for (int i = 0; i < PAGES; i++) from[i] = rows_of(pages[i], position + i * PAGE, is_value) - i * (PAGE * E);
