@@ -24,7 +24,7 @@ Item = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class RowTiles:
-    """groups: warpgroups that multiply. parts: of the columns of V, one a warpgroup. n_positions: of a tile of keys."""
+    """groups: warpgroups that multiply. parts: of the columns of V, each of as many warps. n_positions: of a tile of keys."""
 
     groups: int
     parts: int
@@ -33,7 +33,7 @@ class RowTiles:
     @property
     def n_rows(self) -> int:
         """Of a block's products: rows by heads of a KV head."""
-        return self.groups // self.parts * GROUP_ROWS
+        return self.groups * GROUP_ROWS // self.parts
 
 
 def padded_columns(head_size: int) -> int:
@@ -47,7 +47,7 @@ def preferred_tiles(head_size: int, has_warpgroups: bool) -> RowTiles:
     parts = 1 if head_size <= 256 else 2
     if has_warpgroups:
         return RowTiles(2, parts, 128 if head_size <= 128 else 64)
-    return RowTiles(parts, parts, 64 if head_size <= 128 else 32 if head_size <= 256 else 16)
+    return RowTiles(1, parts, 64 if head_size <= 128 else 32)
 
 
 def shared_bytes(kind: CacheKind, tiles: RowTiles, n_slots: int) -> int:

@@ -24,7 +24,7 @@
 #include "attention_storage.cuh"
 #include "warpgroup.cuh"
 
-constexpr int G = H / J, M = GROUPS / PARTS * 64, MULTIPLIERS = GROUPS * 128, LOADERS = 128, THREADS = MULTIPLIERS + LOADERS;
+constexpr int G = H / J, M = GROUPS * 64 / PARTS, MULTIPLIERS = GROUPS * 128, LOADERS = 128, THREADS = MULTIPLIERS + LOADERS;
 constexpr int COLUMNS = E <= 64 ? 64 : E <= 128 ? 128 : E <= 256 ? 256 : 512, KEY_COLUMNS = (ROTATED + 63) / 64 * 64;
 constexpr int MY_COLUMNS = COLUMNS / PARTS, TILE_BYTES = TILE * 128;  // of 64 columns
 constexpr int FILLS = KEYS_ARE_VALUES ? 1 : 2;                       // slots that a tile takes
@@ -34,7 +34,7 @@ constexpr int LAG = STAGES > 3 ? 2 : 1;  // fills under way behind the one that 
 constexpr float LOWEST = -1e30f;
 static_assert(PAGE % TILE == 0 || TILE % PAGE == 0, "whole tiles a page, or whole pages a tile");
 static_assert(E % 16 == 0 && E <= 512 && MY_COLUMNS <= 256 && TILE % 16 == 0 && STAGES > 1, "whole tensor core tiles");
-static_assert(H % J == 0 && G <= M && GROUPS % PARTS == 0, "a row's heads are in one tile");
+static_assert(H % J == 0 && G <= M && M % 16 == 0, "a row's heads are in one tile");
 static_assert(!KEYS_ARE_VALUES || E % 32 == 0, "a step of 16 lanes is of values or of lanes that turn");
 
 // Shared memory: queries, slots, of every slot the scales of keys and values of its tile, barriers.
@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiply_lanes(float (&s)[TILE / 8][4], const u8
 #else
     u32 r[4];
     int lane = threadIdx.x % 32;
-    ldmatrix4(r, shared_address(queries) + swizzled(warp * 16 + lane % 16, 2 * of_query + lane / 16));
+    ldmatrix4(r, shared_address(queries) + swizzled(warp % 4 * 16 + lane % 16, 2 * of_query + lane / 16));
     multiply_fragments<TILE>(s, r, keys, of_key);
 #endif
 }
@@ -233,12 +233,12 @@ __device__ __forceinline__ uint2* place_in_rows(u8* out, int pitch, int row, int
 
 __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared, int4 item, Band band, u8* out, int pitch) {
     Ring ring{shared};
-    int j = blockIdx.y, warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
-    int m = warpgroup / PARTS * 64 + warp * 16, first_column = warpgroup % PARTS * MY_COLUMNS;
+    int j = blockIdx.y, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, t = lane % 4;
+    int m = warp % (M / 16) * 16, first_column = warp / (M / 16) * MY_COLUMNS;
     put_queries(q, shared, item, j);
     show_to_products();
     asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory");
-    const u8* queries = shared + warpgroup / PARTS * 8192;
+    const u8* queries = shared + m / 64 * 8192;
     const int at_values = first_column / 64 * TILE_BYTES;
     Softmax softmax;
     softmax.slots[0] = Row(m + lane / 4, item).slot, softmax.slots[1] = Row(m + lane / 4 + 8, item).slot;
@@ -270,6 +270,8 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
         if (FILLS > 1 && !HAS_SCALES) ring.release(key);
         softmax.soften(s, factor, position, ring.scales(key.slot));
         if (FILLS > 1 && HAS_SCALES) ring.release(key);
+        // Never: the assembler would put this wait before the exponentials, which are to run beside the products.
+        if (softmax.sum[0] + softmax.sum[1] < 0) __trap();
         wait_products<0>();
         settle(o);
         ring.release(value);
