@@ -13,8 +13,9 @@
 //
 // Items (128 rows of W, TILE rows of x, a part of K) are dealt to the blocks by turns, those that share rows of W side by side.
 //
-// Defined by the host: SEGMENTS, S(index, form) for each matrix; TILE (16 .. 256), SLOTS_W, SLOTS_X, SLOT_BYTES (of eight records of the
-// largest form), GLU (0, 1 silu, 2 gelu).
+// Defined by the host: SEGMENTS, S(index, form) for each matrix; TILE (16 .. 256), GROUPS (warpgroups that multiply), BLOCKS
+// (of a multiprocessor), REGISTERS and LEFT_REGISTERS (of a thread that multiplies, of the others), SLOTS_W, SLOTS_X, SLOT_BYTES (of the
+// block's records of the largest form), GLU (0, 1 silu, 2 gelu).
 #include "warpgroup.cuh"
 
 constexpr int WARPS = 4 * GROUPS, ROWS_W = 16 * WARPS, TILE_BYTES = TILE * 128;
@@ -151,13 +152,7 @@ __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& ri
 }
 
 #if GLU
-__device__ __forceinline__ float activate(float gate) {
-#if GLU == 2
-    return 0.5f * gate * (1.f + tanhf(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)));
-#else
-    return gate / (1.f + expf(-gate));
-#endif
-}
+#include "activation.cuh"
 
 // Lane 4 g + t has gate (even g) or up (odd g) of rows g and g + 8 for rows 2 t and 2 t + 1 of each eight of x. Two exchanges, and it has a
 // pair of outputs of one row of x: elements that are neighbours, from the first or the second eight rows.
@@ -215,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, BLOCKS)
     Items items{n0, n1, n2, (n_rows + TILE - 1) / TILE, splits, steps};
     int n_items = items.count();
     if (warp >= WARPS) {
-        give_registers<LEFT_REGISTERS>();
+        leave_registers<LEFT_REGISTERS>();
         if (warp > WARPS || lane >= FILLERS) return;
         bool has_waited = false;
         for (int i = blockIdx.x; i < n_items; i += gridDim.x) {

@@ -29,7 +29,7 @@ __device__ __forceinline__ void ldmatrix4_transposed(u32 (&r)[4], u32 address) {
 __device__ __forceinline__ u32 swizzled(int r, int c) { return (r >> 3) * 1024 + (r & 7) * 128 + ((c ^ (r & 7)) << 4); }
 
 // Warpgroups that need few registers leave some to those that need many: both are called by whole warpgroups.
-template <int N> __device__ __forceinline__ void give_registers() {
+template <int N> __device__ __forceinline__ void leave_registers() {
 #if HAS_WARPGROUPS
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 #endif
