@@ -18,8 +18,9 @@ from device_kernels import launch, random_parts
 from gpu.test_tokens import FORMATS
 
 EDGES = (1, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257, 511, 512, 513)
-BOUND = 2.0**-12
-"""Of the sum of absolute products: float32 sums give 1e-6, and a weight in a hundred may be off by one bf16 step."""
+BOUND = 2.0**-11
+"""Of the sum of absolute products: float32 sums give 1e-6. A weight near the border of two bf16 numbers may become either,
+and where a group has eight values under one scale they are many at once."""
 NAN = float("nan")
 
 
@@ -118,10 +119,17 @@ def test_gates(name: str, activation: str) -> None:
     for n_rows in (19, 63, 129, 257):
         x = torch.randn(n_rows, 1024, device="cuda") / 16
         found = run([(form, packed)], [2 * n_gates], x, 1, activation).double()
-        rows = x.to(torch.bfloat16).double() @ weight.T
-        expected = OPS["glu"].reference(rows[:, 0::2], rows[:, 1::2], activation)
-        # bf16 keeps eight bits; the tails of gelu are differences of nearly equal numbers.
-        assert float(((found - expected).abs() - 2.0**-8 * expected.abs()).max() / expected.abs().max()) < 1e-5
+        rounded = x.to(torch.bfloat16).double()
+        (gate, up), (gate_error, up_error) = (
+            (rows[:, 0::2], rows[:, 1::2])
+            for rows in (rounded @ weight.T, BOUND * (rounded.abs() @ weight.abs().T))
+        )
+        expected = OPS["glu"].reference(gate, up, activation)
+        ones = torch.ones_like(gate)
+        # bf16 keeps eight bits; slopes of either activation stay below 1.13.
+        error = 2.0**-8 * expected.abs() + 1.13 * gate_error * up.abs()
+        error += OPS["glu"].reference(gate, ones, activation).abs() * up_error + 1e-6 * expected.abs().max()
+        assert bool(((found - expected).abs() <= error).all())
 
 
 def test_a_row_that_is_not_finite_stays_alone() -> None:
