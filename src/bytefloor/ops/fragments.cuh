@@ -1,10 +1,11 @@
 // From codes to bf16 weights: what the forms' `fragments` are made of. See stream.cuh.
 //
 // A lane's sixteen weights of a group of 32 columns are 4 runs of 4: run 2 row + half is elements 4 half .. 4 half + 3 of row g or
-// g + 8, mostly a word of bytes. A weight costs two or three instructions, so codes are not converted but built: 0x43 above a byte
-// below 128 is the bf16 number 128 + code, one permutation for two of them. Adding -128 is exact, and so are whole numbers of up to
-// eight bits. A float32 scale is then two bf16 numbers, high + low, whose products are fused into one rounding:
-//   bf16(code * high + bf16(code * low)), at most 2^-17 of the weight from code * scale before it is rounded.
+// g + 8, mostly a word of bytes. A weight costs two or three instructions, so codes are not converted but read as what they are: a
+// byte with zeros above it is the bf16 number 2^-133 byte, for all of its 256 values. One fused operation takes it to
+// (code - offset) / 64, which is exact. A float32 scale is then two bf16 numbers, high + low, and
+//   bf16(code * high + bf16(code * low))
+// is at most 2^-17 of the weight from code * scale before it is rounded.
 // Where a minimum is added, which cancels, the sum is taken in float32.
 // Integer instructions have half the rate of multiplications: what can be a multiplication is one.
 #pragma once
@@ -15,27 +16,20 @@ template <typename MAKE> __device__ __forceinline__ void make_fragments(u32 (&a)
     for (int i = 0; i < 8; i++) a[i] = make(2 * (i & 1) + (i >> 2), i >> 1 & 1);
 }
 
-constexpr u32 ONE_PAIR = 0x3f803f80, NO_PAIR = 0x80008000;  // -0 leaves a product as it is
+constexpr u32 NO_PAIR = 0x80008000;  // -0 leaves a product as it is
 
-__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) { return fma_pairs(a, ONE_PAIR, b); }
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) { return fma_pairs(a, b, NO_PAIR); }
 __device__ __forceinline__ u32 pair_of(float v) { return pack_halves<true>(v, v); }
 
-// Bytes 2 pair and 2 pair + 1 of a word, each under 0x43: below 128 they are the numbers 128 + byte.
-__device__ __forceinline__ u32 raised_pair(u32 bytes, int pair) { return __byte_perm(bytes, 0x43434343u, pair ? 0x4342 : 0x4140); }
-
-// code - OFFSET: exact.
+// (byte - OFFSET) / 64 of bytes 2 pair and 2 pair + 1 of a word.
+constexpr float CODE_UNIT = 64.f;
 template <int OFFSET> __device__ __forceinline__ u32 code_pair(u32 bytes, int pair) {
-    return add_pairs(raised_pair(bytes, pair), 0xc300c300u + OFFSET * 0x10001u);
+    constexpr u32 offset = OFFSET == 0 ? 0x8000 : OFFSET == 4 ? 0xbd80 : OFFSET == 8 ? 0xbe00 : OFFSET == 16 ? 0xbe80 : OFFSET == 32 ? 0xbf00 : 0xc000;
+    static_assert(OFFSET == 0 || OFFSET == 4 || OFFSET == 8 || OFFSET == 16 || OFFSET == 32 || OFFSET == 128, "bf16 of -OFFSET / 64");
+    return fma_pairs(__byte_perm(bytes, 0, pair ? 0x4342 : 0x4140), 0x7f007f00u, offset * 0x10001u);
 }
 
-// Signed bytes: seven bits above 128, less 128 or, where the sign is set, 256. Exact.
-__device__ __forceinline__ u32 signed_pair(u32 bytes, int pair) {
-    u32 raised = raised_pair(bytes, pair);
-    return fma_pairs(raised & 0xff80ff80u, 0xbf80bf80u, raised & 0xff7fff7fu);
-}
-
-struct SplitScales {  // float32 scales of rows g and g + 8
+struct SplitScales {  // float32 scales of rows g and g + 8, times what codes are divided by
     u32 high[2], low[2];
     __device__ __forceinline__ SplitScales(float scale0, float scale1) {
         float scales[2] = {scale0, scale1};
@@ -58,8 +52,8 @@ __device__ __forceinline__ float times_flipped(float scale, u32 word, int which)
     return fmaf(__uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | which << 4)), scale, -32896.f * scale);
 }
 
-// Symmetric codes below 128.
-template <int OFFSET> __device__ __forceinline__ void scaled_fragments(const u32 (&runs)[4], SplitScales scales, u32 (&a)[8]) {
+template <int OFFSET> __device__ __forceinline__ void scaled_fragments(const u32 (&runs)[4], float scale0, float scale1, u32 (&a)[8]) {
+    SplitScales scales(CODE_UNIT * scale0, CODE_UNIT * scale1);
     make_fragments(a, [&](int run, int pair) { return scales.times(code_pair<OFFSET>(runs[run], pair), run >> 1); });
 }
 

@@ -39,7 +39,7 @@ template <int BITS, int STEPS> struct CodePlanes {
         int place = step * 32 + at.index;
         if (BITS == 8) {
             uint4 u = ((const uint4*)record)[place + (step + group) * 32];
-            runs[0] = u.x, runs[1] = u.z, runs[2] = u.y, runs[3] = u.w;
+            runs[0] = u.x ^ SIGNS, runs[1] = u.z ^ SIGNS, runs[2] = u.y ^ SIGNS, runs[3] = u.w ^ SIGNS;
             return;
         }
         uint2 w = HAS_NIBBLES ? ((const uint2*)record)[place * 2 + group] : uint2{0, 0};
@@ -101,17 +101,14 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         if (BITS == 2) {
             four_value_fragments(runs, {FourValues(row0.x, row0.y), FourValues(row1.x, row1.y)}, a);
         } else if (IS_BF16) {
-            u32 scales[2] = {__byte_perm(words.x, 0, 0x1010), __byte_perm(words.y, 0, 0x1010)};
-            u32 biases[2] = {__byte_perm(words.x, 0, 0x3232), __byte_perm(words.y, 0, 0x3232)};
+            u32 scales[2] = {pair_of(CODE_UNIT * row0.x), pair_of(CODE_UNIT * row1.x)}, biases[2] = {pair_of(row0.y), pair_of(row1.y)};
             make_fragments(a, [&](int run, int pair) {
-                u32 codes = BITS == 8 ? add_pairs(signed_pair(runs[run], pair), 0x43004300u) : code_pair<0>(runs[run], pair);
-                return fma_pairs(codes, scales[run >> 1], biases[run >> 1]);
+                return fma_pairs(code_pair<0>(runs[run], pair), scales[run >> 1], biases[run >> 1]);
             });
         } else if (BITS == 8) {
             float scales[2] = {row0.x, row1.x}, biases[2] = {row0.y, row1.y};
             make_fragments(a, [&](int run, int pair) {
-                u32 bytes = runs[run] ^ 0x80808080u;
-                float first = byte_as_float(bytes, 2 * pair), second = byte_as_float(bytes, 2 * pair + 1);
+                float first = byte_as_float(runs[run], 2 * pair), second = byte_as_float(runs[run], 2 * pair + 1);
                 return pack_halves<true>(fmaf(first, scales[run >> 1], biases[run >> 1]), fmaf(second, scales[run >> 1], biases[run >> 1]));
             });
         } else {
@@ -203,7 +200,7 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
         Codes::runs_of(record, at, step, group, runs);
         u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        scaled_fragments<4>(runs, SplitScales(times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1)), a);
+        scaled_fragments<4>(runs, times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

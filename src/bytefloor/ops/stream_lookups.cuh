@@ -6,9 +6,35 @@
 struct E2M1 {
     static constexpr u32 LOW0 = 0x03020100, LOW1 = 0x0c080604, HIGH0 = 0x03020100, HIGH1 = 0x0c080604;
     static constexpr bool LOW_IS_NEGATIVE = false;
-    // Eight codes, their nibbles in order -> the four pairs, exact. A code moved to a bf16 number's sign, last two bits of exponent
-    // and first of mantissa is 2^-127 of its doubled value; a multiplication puts two copies of it in place.
-    static __device__ __forceinline__ void pairs_of(u32 codes, u32 (&pairs)[4]) {
+};
+struct IQ4 {
+    static constexpr u32 LOW0 = 0x4153687f, LOW1 = 0x0a162331, HIGH0 = 0x26190d01, HIGH1 = 0x71594535;
+    static constexpr bool LOW_IS_NEGATIVE = true;
+};
+
+// Magnitudes of four codes, which are the nibbles of a word's lower half. A selector whose upper bit is set gives the sign of
+// the byte, which is 0 here: so each table answers for its own codes alone.
+template <typename T> __device__ __forceinline__ u32 look_up_low(u32 codes) { return permute_signed(T::LOW0, T::LOW1, codes); }
+template <typename T> __device__ __forceinline__ u32 look_up_high(u32 codes) { return permute_signed(T::HIGH0, T::HIGH1, codes ^ 0x8888); }
+
+// Eight codes, nibbles in order, as pairs in `unit`s of what a table's scale multiplies: exact.
+template <typename T> struct LookedUpPairs {
+    static constexpr float UNIT = CODE_UNIT;
+    static __device__ __forceinline__ void make(u32 codes, u32 (&pairs)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // Of each code one magnitude is 0, so that no byte borrows.
+            u32 low = look_up_low<T>(codes >> 16 * half), high = look_up_high<T>(codes >> 16 * half);
+            u32 raised = T::LOW_IS_NEGATIVE ? (high | SIGNS) - low : (low | SIGNS) - high;
+            pairs[2 * half] = code_pair<128>(raised, 0), pairs[2 * half + 1] = code_pair<128>(raised, 1);
+        }
+    }
+};
+// A code moved to a bf16 number's sign, last two bits of exponent and first of mantissa is 2^-127 of its doubled value; a
+// multiplication puts two copies of it in place.
+template <> struct LookedUpPairs<E2M1> {
+    static constexpr float UNIT = 1;
+    static __device__ __forceinline__ void make(u32 codes, u32 (&pairs)[4]) {
         u32 even = codes & NIBBLES, odd = codes >> 4 & NIBBLES;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -17,35 +43,17 @@ struct E2M1 {
         }
     }
 };
-struct IQ4 {
-    static constexpr u32 LOW0 = 0x4153687f, LOW1 = 0x0a162331, HIGH0 = 0x26190d01, HIGH1 = 0x71594535;
-    static constexpr bool LOW_IS_NEGATIVE = true;
-    static __device__ __forceinline__ void pairs_of(u32 codes, u32 (&pairs)[4]);
-};
-
-// Magnitudes of four codes, which are the nibbles of a word's lower half. A selector whose upper bit is set gives the sign of
-// the byte, which is 0 here: so each table answers for its own codes alone.
-template <typename T> __device__ __forceinline__ u32 look_up_low(u32 codes) { return permute_signed(T::LOW0, T::LOW1, codes); }
-template <typename T> __device__ __forceinline__ u32 look_up_high(u32 codes) { return permute_signed(T::HIGH0, T::HIGH1, codes ^ 0x8888); }
-
-// Of each code one magnitude is 0. Both are raised by 128, which their difference takes off.
-__device__ __forceinline__ void IQ4::pairs_of(u32 codes, u32 (&pairs)[4]) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 low = look_up_low<IQ4>(codes >> 16 * half), high = look_up_high<IQ4>(codes >> 16 * half);
-#pragma unroll
-        for (int i = 0; i < 2; i++) pairs[2 * half + i] = fma_pairs(raised_pair(low, i), 0xbf80bf80u, raised_pair(high, i));
-    }
-}
 
 // The codes of a lane's two rows of a group, times their scales.
-template <typename T, typename SCALES, typename LANE>
-__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, const SCALES& scales,
+template <typename T, typename ROWS, typename LANE>
+__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, float scale0, float scale1,
                                                     u32 (&a)[8]) {
+    using Pairs = LookedUpPairs<T>;
     uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
+    ROWS scales(Pairs::UNIT * scale0, Pairs::UNIT * scale1);
     u32 rows[2][4];
-    T::pairs_of(u.x, rows[0]);
-    T::pairs_of(u.y, rows[1]);
+    Pairs::make(u.x, rows[0]);
+    Pairs::make(u.y, rows[1]);
     make_fragments(a, [&](int run, int pair) { return scales.times(rows[run >> 1][2 * (run & 1) + pair], run >> 1); });
 }
 
@@ -130,8 +138,7 @@ template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_Z
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         const u8* scale = record + SCALES + (at.g * GROUPS_A_ROW + (64 * step + 32 * group) / GROUP) * 2 * SCALE::BYTES;
-        typename SCALE::Rows scales(SCALE::load(scale), SCALE::load(scale + SCALE::BYTES));
-        looked_up_fragments<TABLE>(record, at, step, group, scales, a);
+        looked_up_fragments<TABLE, typename SCALE::Rows>(record, at, step, group, SCALE::load(scale), SCALE::load(scale + SCALE::BYTES), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -172,8 +179,7 @@ struct IQ4_XS {  // d (sc table[code]), sc an int8 for each 32
         const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
         u32 sc = *(const unsigned short*)place ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        SplitScales scales(times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1));
-        looked_up_fragments<IQ4>(record, at, step, group, scales, a);
+        looked_up_fragments<IQ4, SplitScales>(record, at, step, group, times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -214,8 +220,7 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
         u32 codes = *(const unsigned short*)(record + SCALES + (4 * at.g + 2 * group + (at.t >> 1)) * 2 * STEPS + 2 * step);
         u32 halves = e4m3_as_halves(codes, 0);
         float2 own = __half22float2(*(const __half2*)&halves), whole = ((const float2*)(record + WHOLE))[at.g];
-        SplitScales scales(own.x * (0.5f * whole.x), own.y * (0.5f * whole.y));
-        looked_up_fragments<E2M1>(record, at, step, group, scales, a);
+        looked_up_fragments<E2M1, SplitScales>(record, at, step, group, own.x * (0.5f * whole.x), own.y * (0.5f * whole.y), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
