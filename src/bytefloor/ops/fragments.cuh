@@ -29,18 +29,13 @@ template <int OFFSET> __device__ __forceinline__ u32 code_pair(u32 bytes, int pa
     return fma_pairs(__byte_perm(bytes, 0, pair ? 0x4342 : 0x4140), 0x7f007f00u, offset * 0x10001u);
 }
 
-struct SplitScales {  // float32 scales of rows g and g + 8, times what codes are divided by
-    u32 high[2], low[2];
-    __device__ __forceinline__ SplitScales(float scale0, float scale1) {
-        float scales[2] = {scale0, scale1};
-#pragma unroll
-        for (int row = 0; row < 2; row++) {
-            high[row] = pair_of(scales[row]);
-            low[row] = pair_of(scales[row] - __uint_as_float(high[row] & 0xffff0000u));
-        }
+struct SplitScales {  // float32 scales of rows g and g + 8, times what codes are divided by: both highs in a word, and both lows
+    u32 high, low;
+    __device__ __forceinline__ SplitScales(float scale0, float scale1) : high(pack_halves<true>(scale0, scale1)) {
+        low = pack_halves<true>(scale0 - __uint_as_float(high << 16), scale1 - __uint_as_float(high & 0xffff0000u));
     }
     __device__ __forceinline__ u32 times(u32 pair, int row) const {
-        return fma_pairs(pair, high[row], multiply_pairs(pair, low[row]));
+        return fma_pairs(pair, half_twice(high, row), multiply_pairs(pair, half_twice(low, row)));
     }
 };
 
@@ -52,8 +47,9 @@ __device__ __forceinline__ float times_flipped(float scale, u32 word, int which)
     return fmaf(__uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | which << 4)), scale, -32896.f * scale);
 }
 
+// Bytes less OFFSET times scales that are multiplied by CODE_UNIT.
 template <int OFFSET> __device__ __forceinline__ void scaled_fragments(const u32 (&runs)[4], float scale0, float scale1, u32 (&a)[8]) {
-    SplitScales scales(CODE_UNIT * scale0, CODE_UNIT * scale1);
+    SplitScales scales(scale0, scale1);
     make_fragments(a, [&](int run, int pair) { return scales.times(code_pair<OFFSET>(runs[run], pair), run >> 1); });
 }
 

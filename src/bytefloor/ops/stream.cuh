@@ -239,7 +239,7 @@ struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activatio
         for (int run = 0; run < 4; run++) runs[run] |= upper(plane, run);
         u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        scaled_fragments<32>(runs, times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1), a);
+        scaled_fragments<32>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -312,7 +312,7 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
             minimum_fragments(runs, {d0.x, d1.x}, {d0.y, d1.y}, a);
         } else {
             float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
-            scaled_fragments<OFFSET>(runs, d.x, d.y, a);
+            scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
         }
     }
 
@@ -362,7 +362,7 @@ template <int STEPS> struct Q8_0 : Stepped<STEPS> {  // d code, int8
         uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
         float2 d = __half22float2(((const __half2*)(record + SCALES))[Base::scale_at(at.g, 64 * step + 32 * group)]);
         u32 runs[4] = {u.x ^ SIGNS, u.z ^ SIGNS, u.y ^ SIGNS, u.w ^ SIGNS};
-        scaled_fragments<128>(runs, d.x, d.y, a);
+        scaled_fragments<128>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

@@ -101,9 +101,10 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         if (BITS == 2) {
             four_value_fragments(runs, {FourValues(row0.x, row0.y), FourValues(row1.x, row1.y)}, a);
         } else if (IS_BF16) {
-            u32 scales[2] = {pair_of(CODE_UNIT * row0.x), pair_of(CODE_UNIT * row1.x)}, biases[2] = {pair_of(row0.y), pair_of(row1.y)};
+            u32 scales = pack_halves<true>(CODE_UNIT * row0.x, CODE_UNIT * row1.x);
             make_fragments(a, [&](int run, int pair) {
-                return fma_pairs(code_pair<0>(runs[run], pair), scales[run >> 1], biases[run >> 1]);
+                int row = run >> 1;
+                return fma_pairs(code_pair<0>(runs[run], pair), half_twice(scales, row), half_twice(row ? words.y : words.x, 1));
             });
         } else if (BITS == 8) {
             float scales[2] = {row0.x, row1.x}, biases[2] = {row0.y, row1.y};
@@ -200,7 +201,7 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
         Codes::runs_of(record, at, step, group, runs);
         u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        scaled_fragments<4>(runs, times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1), a);
+        scaled_fragments<4>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
