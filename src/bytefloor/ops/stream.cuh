@@ -4,8 +4,8 @@
 // 8t .. 8t + 7. Each struct has
 //   dot(record, at, x, k)         this lane's share of the products of rows g and g + 8 with columns k .. k + COLUMNS - 1;
 //                                 the four lanes of one g together have both rows
-//   fragments(record, at, step, group, a)   this lane's sixteen weights of 32 columns, 64 step + 32 group and on, as bf16: a[4 s + i] is
-//                                 fragment a_i, for mma.m16n8k16, of k16 step s, which has elements 8t + 4s .. 8t + 4s + 3 of lane t
+//   fragments(record, at, step, group, a)   this lane's sixteen weights of columns 64 step + 32 group and on as bf16, see
+//                                 fragments.cuh: a[4 s + i] is operand a_i of mma.m16n8k16 for elements 8t + 4s .. 8t + 4s + 3
 //   value(record, row, column)    one weight, bit for bit the value that the format defines
 // Integer dot products are exact; float accumulation runs over sets of groups in ascending order.
 //
@@ -184,8 +184,8 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
         const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
         u32 sc = *(const unsigned short*)place, mn = *(const unsigned short*)(place + MINIMUMS - SCALES);
         uint2 super = ((const uint2*)(record + SUPER))[at.g];
-        float2 d0 = __half22float2(*(const __half2*)&super.x), d1 = __half22float2(*(const __half2*)&super.y);
-        float scales[2] = {times_byte(d0.x, sc, 0), times_byte(d1.x, sc, 1)};
+        float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
+        float scales[2] = {times_byte(HALF_UNIT * d0.x, sc, 0), times_byte(HALF_UNIT * d1.x, sc, 1)};
         float minimums[2] = {times_byte(-d0.y, mn, 0), times_byte(-d1.y, mn, 1)};
         minimum_fragments(runs, scales, minimums, a);
     }
@@ -308,8 +308,8 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
         nibble_runs<HAS_FIFTH>(((const uint2*)record)[place * 2 + group], plane, group, runs);
         if (HAS_MINIMUM) {
             uint2 pair = ((const uint2*)(record + SCALES))[scale];
-            float2 d0 = __half22float2(*(const __half2*)&pair.x), d1 = __half22float2(*(const __half2*)&pair.y);
-            minimum_fragments(runs, {d0.x, d1.x}, {d0.y, d1.y}, a);
+            float2 d0 = two_halves(pair.x), d1 = two_halves(pair.y);
+            minimum_fragments(runs, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
         } else {
             float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
             scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);

@@ -91,7 +91,7 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         return make_float2(total0, total1);
     }
 
-    // Where scales are bf16 numbers, codes and biases are too: one operation rounds once what value() rounds twice.
+    // Where scales are bf16 numbers, codes and biases are too: one operation rounds once what bf16(value()) rounds twice.
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         u32 runs[4];
@@ -106,14 +106,8 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
                 int row = run >> 1;
                 return fma_pairs(code_pair<0>(runs[run], pair), half_twice(scales, row), half_twice(row ? words.y : words.x, 1));
             });
-        } else if (BITS == 8) {
-            float scales[2] = {row0.x, row1.x}, biases[2] = {row0.y, row1.y};
-            make_fragments(a, [&](int run, int pair) {
-                float first = byte_as_float(runs[run], 2 * pair), second = byte_as_float(runs[run], 2 * pair + 1);
-                return pack_halves<true>(fmaf(first, scales[run >> 1], biases[run >> 1]), fmaf(second, scales[run >> 1], biases[run >> 1]));
-            });
         } else {
-            minimum_fragments(runs, {row0.x, row1.x}, {row0.y, row1.y}, a);
+            minimum_fragments(runs, {HALF_UNIT * row0.x, HALF_UNIT * row1.x}, {row0.y, row1.y}, a);
         }
     }
 
@@ -158,7 +152,7 @@ struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
         u32 pair = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step);
         u32 sc = pair & 0x0f0f, mn = pair >> 4 & 0x0f0f;
         uint2 super = ((const uint2*)(record + SUPER))[at.g];
-        float2 d0 = __half22float2(*(const __half2*)&super.x), d1 = __half22float2(*(const __half2*)&super.y);
+        float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
         four_value_fragments(runs, {FourValues(times_byte(d0.x, sc, 0), times_byte(-d0.y, mn, 0)),
                                     FourValues(times_byte(d1.x, sc, 1), times_byte(-d1.y, mn, 1))}, a);
     }
@@ -265,8 +259,7 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
         u32 runs[4] = {u.x, u.z, u.y, u.w};
         float scales[2] = {scale_of(record, at.g, 2 * step + group, 0), scale_of(record, at.g, 2 * step + group, 1)};
         make_fragments(a, [&](int run, int pair) {
-            u32 halves = e4m3_as_halves(runs[run], 2 * pair);
-            float2 codes = __half22float2(*(const __half2*)&halves);
+            float2 codes = two_halves(e4m3_as_halves(runs[run], 2 * pair));
             return pack_halves<true>(codes.x * scales[run >> 1], codes.y * scales[run >> 1]);
         });
     }

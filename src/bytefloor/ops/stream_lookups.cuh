@@ -222,8 +222,7 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         u32 codes = *(const unsigned short*)(record + SCALES + (4 * at.g + 2 * group + (at.t >> 1)) * 2 * STEPS + 2 * step);
-        u32 halves = e4m3_as_halves(codes, 0);
-        float2 own = __half22float2(*(const __half2*)&halves), whole = ((const float2*)(record + WHOLE))[at.g];
+        float2 own = two_halves(e4m3_as_halves(codes, 0)), whole = ((const float2*)(record + WHOLE))[at.g];
         looked_up_fragments<E2M1>(record, at, step, group, SplitScales(own.x * whole.x, own.y * whole.y), a);
     }
 
