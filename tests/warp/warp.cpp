@@ -128,6 +128,8 @@ inline u32 fma_pairs(u32 a, u32 b, u32 c) {
     return out;
 }
 
+inline u32 half_twice(u32 word, int which) { return (word >> 16 * which & 0xffff) * 0x10001; }
+
 inline u32 e4m3_as_halves(u32 codes, int first) {
     u32 out = 0;
     for (int i = 0; i < 2; i++) {

@@ -4,8 +4,8 @@
 // 8t .. 8t + 7. Each struct has
 //   dot(record, at, x, k)         this lane's share of the products of rows g and g + 8 with columns k .. k + COLUMNS - 1;
 //                                 the four lanes of one g together have both rows
-//   fragments(record, at, step, group, a)   this lane's sixteen weights of 32 columns, 64 step + 32 group and on, as bf16: a[4 s + i] is
-//                                 fragment a_i, for mma.m16n8k16, of k16 step s, which has elements 8t + 4s .. 8t + 4s + 3 of lane t
+//   fragments(record, at, step, group, a)   this lane's sixteen weights of columns 64 step + 32 group and on as bf16, see
+//                                 fragments.cuh: a[4 s + i] is operand a_i of mma.m16n8k16 for elements 8t + 4s .. 8t + 4s + 3
 //   value(record, row, column)    one weight, bit for bit the value that the format defines
 // Integer dot products are exact; float accumulation runs over sets of groups in ascending order.
 //
@@ -24,7 +24,7 @@ typedef unsigned long long u64;
 #include "tensor_core.cuh"
 #include "fragments.cuh"
 
-constexpr u32 NIBBLES = 0x0f0f0f0f;
+constexpr u32 NIBBLES = 0x0f0f0f0f, SIGNS = 0x80808080;
 
 // Byte `which` of a word as a float, without the slow conversion unit: 2^23 + b is a float whose last bits are b.
 __device__ __forceinline__ float byte_as_float(u32 word, int which) {
@@ -184,8 +184,8 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
         const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
         u32 sc = *(const unsigned short*)place, mn = *(const unsigned short*)(place + MINIMUMS - SCALES);
         uint2 super = ((const uint2*)(record + SUPER))[at.g];
-        float2 d0 = __half22float2(*(const __half2*)&super.x), d1 = __half22float2(*(const __half2*)&super.y);
-        float scales[2] = {times_byte(d0.x, sc, 0), times_byte(d1.x, sc, 1)};
+        float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
+        float scales[2] = {times_byte(HALF_UNIT * d0.x, sc, 0), times_byte(HALF_UNIT * d1.x, sc, 1)};
         float minimums[2] = {times_byte(-d0.y, mn, 0), times_byte(-d1.y, mn, 1)};
         minimum_fragments(runs, scales, minimums, a);
     }
@@ -239,7 +239,7 @@ struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activatio
         for (int run = 0; run < 4; run++) runs[run] |= upper(plane, run);
         u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        scaled_fragments<32>(runs, SplitScales(times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1)), a);
+        scaled_fragments<32>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -308,11 +308,11 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
         nibble_runs<HAS_FIFTH>(((const uint2*)record)[place * 2 + group], plane, group, runs);
         if (HAS_MINIMUM) {
             uint2 pair = ((const uint2*)(record + SCALES))[scale];
-            float2 d0 = __half22float2(*(const __half2*)&pair.x), d1 = __half22float2(*(const __half2*)&pair.y);
-            minimum_fragments(runs, {d0.x, d1.x}, {d0.y, d1.y}, a);
+            float2 d0 = two_halves(pair.x), d1 = two_halves(pair.y);
+            minimum_fragments(runs, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
         } else {
             float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
-            scaled_fragments<OFFSET>(runs, SplitScales(d.x, d.y), a);
+            scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
         }
     }
 
@@ -361,9 +361,8 @@ template <int STEPS> struct Q8_0 : Stepped<STEPS> {  // d code, int8
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
         float2 d = __half22float2(((const __half2*)(record + SCALES))[Base::scale_at(at.g, 64 * step + 32 * group)]);
-        SplitScales scales(d.x, d.y);
-        u32 runs[4] = {u.x, u.z, u.y, u.w};
-        make_fragments(a, [&](int run, int pair) { return scales.times(signed_pair(runs[run], pair), run >> 1); });
+        u32 runs[4] = {u.x ^ SIGNS, u.z ^ SIGNS, u.y ^ SIGNS, u.w ^ SIGNS};
+        scaled_fragments<128>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

@@ -39,7 +39,7 @@ template <int BITS, int STEPS> struct CodePlanes {
         int place = step * 32 + at.index;
         if (BITS == 8) {
             uint4 u = ((const uint4*)record)[place + (step + group) * 32];
-            runs[0] = u.x, runs[1] = u.z, runs[2] = u.y, runs[3] = u.w;
+            runs[0] = u.x ^ SIGNS, runs[1] = u.z ^ SIGNS, runs[2] = u.y ^ SIGNS, runs[3] = u.w ^ SIGNS;
             return;
         }
         uint2 w = HAS_NIBBLES ? ((const uint2*)record)[place * 2 + group] : uint2{0, 0};
@@ -91,7 +91,7 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         return make_float2(total0, total1);
     }
 
-    // Where scales are bf16 numbers, codes and biases are too: one operation rounds once what value() rounds twice.
+    // Where scales are bf16 numbers, codes and biases are too: one operation rounds once what bf16(value()) rounds twice.
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         u32 runs[4];
@@ -101,21 +101,13 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         if (BITS == 2) {
             four_value_fragments(runs, {FourValues(row0.x, row0.y), FourValues(row1.x, row1.y)}, a);
         } else if (IS_BF16) {
-            u32 scales[2] = {__byte_perm(words.x, 0, 0x1010), __byte_perm(words.y, 0, 0x1010)};
-            u32 biases[2] = {__byte_perm(words.x, 0, 0x3232), __byte_perm(words.y, 0, 0x3232)};
+            u32 scales = pack_halves<true>(CODE_UNIT * row0.x, CODE_UNIT * row1.x);
             make_fragments(a, [&](int run, int pair) {
-                u32 codes = BITS == 8 ? add_pairs(signed_pair(runs[run], pair), 0x43004300u) : code_pair<0>(runs[run], pair);
-                return fma_pairs(codes, scales[run >> 1], biases[run >> 1]);
-            });
-        } else if (BITS == 8) {
-            float scales[2] = {row0.x, row1.x}, biases[2] = {row0.y, row1.y};
-            make_fragments(a, [&](int run, int pair) {
-                u32 bytes = runs[run] ^ 0x80808080u;
-                float first = byte_as_float(bytes, 2 * pair), second = byte_as_float(bytes, 2 * pair + 1);
-                return pack_halves<true>(fmaf(first, scales[run >> 1], biases[run >> 1]), fmaf(second, scales[run >> 1], biases[run >> 1]));
+                int row = run >> 1;
+                return fma_pairs(code_pair<0>(runs[run], pair), half_twice(scales, row), half_twice(row ? words.y : words.x, 1));
             });
         } else {
-            minimum_fragments(runs, {row0.x, row1.x}, {row0.y, row1.y}, a);
+            minimum_fragments(runs, {HALF_UNIT * row0.x, HALF_UNIT * row1.x}, {row0.y, row1.y}, a);
         }
     }
 
@@ -160,7 +152,7 @@ struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
         u32 pair = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step);
         u32 sc = pair & 0x0f0f, mn = pair >> 4 & 0x0f0f;
         uint2 super = ((const uint2*)(record + SUPER))[at.g];
-        float2 d0 = __half22float2(*(const __half2*)&super.x), d1 = __half22float2(*(const __half2*)&super.y);
+        float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
         four_value_fragments(runs, {FourValues(times_byte(d0.x, sc, 0), times_byte(-d0.y, mn, 0)),
                                     FourValues(times_byte(d1.x, sc, 1), times_byte(-d1.y, mn, 1))}, a);
     }
@@ -203,7 +195,7 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
         Codes::runs_of(record, at, step, group, runs);
         u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        scaled_fragments<4>(runs, SplitScales(times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1)), a);
+        scaled_fragments<4>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -267,8 +259,7 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
         u32 runs[4] = {u.x, u.z, u.y, u.w};
         float scales[2] = {scale_of(record, at.g, 2 * step + group, 0), scale_of(record, at.g, 2 * step + group, 1)};
         make_fragments(a, [&](int run, int pair) {
-            u32 halves = e4m3_as_halves(runs[run], 2 * pair);
-            float2 codes = __half22float2(*(const __half2*)&halves);
+            float2 codes = two_halves(e4m3_as_halves(runs[run], 2 * pair));
             return pack_halves<true>(codes.x * scales[run >> 1], codes.y * scales[run >> 1]);
         });
     }

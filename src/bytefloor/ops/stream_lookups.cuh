@@ -6,21 +6,10 @@
 struct E2M1 {
     static constexpr u32 LOW0 = 0x03020100, LOW1 = 0x0c080604, HIGH0 = 0x03020100, HIGH1 = 0x0c080604;
     static constexpr bool LOW_IS_NEGATIVE = false;
-    // Eight codes, their nibbles in order -> the four pairs, exact. A code moved to a bf16 number's sign, last two bits of exponent
-    // and first of mantissa is 2^-127 of its doubled value; a multiplication puts two copies of it in place.
-    static __device__ __forceinline__ void pairs_of(u32 codes, u32 (&pairs)[4]) {
-        u32 even = codes & NIBBLES, odd = codes >> 4 & NIBBLES;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 apart = permute_signed(even, odd, 0x8480 + i * 0x1111);  // a byte's sign is 0
-            pairs[i] = multiply_pairs(apart * 0x1040 & 0x81c081c0u, 0x7f007f00u);
-        }
-    }
 };
 struct IQ4 {
     static constexpr u32 LOW0 = 0x4153687f, LOW1 = 0x0a162331, HIGH0 = 0x26190d01, HIGH1 = 0x71594535;
     static constexpr bool LOW_IS_NEGATIVE = true;
-    static __device__ __forceinline__ void pairs_of(u32 codes, u32 (&pairs)[4]);
 };
 
 // Magnitudes of four codes, which are the nibbles of a word's lower half. A selector whose upper bit is set gives the sign of
@@ -28,24 +17,40 @@ struct IQ4 {
 template <typename T> __device__ __forceinline__ u32 look_up_low(u32 codes) { return permute_signed(T::LOW0, T::LOW1, codes); }
 template <typename T> __device__ __forceinline__ u32 look_up_high(u32 codes) { return permute_signed(T::HIGH0, T::HIGH1, codes ^ 0x8888); }
 
-// Of each code one magnitude is 0. Both are raised by 128, which their difference takes off.
-__device__ __forceinline__ void IQ4::pairs_of(u32 codes, u32 (&pairs)[4]) {
+// Eight codes, nibbles in order, as pairs of 1 / UNIT of the table's values: exact.
+template <typename T> struct LookedUpPairs {
+    static constexpr float UNIT = CODE_UNIT;
+    static __device__ __forceinline__ void make(u32 codes, u32 (&pairs)[4]) {
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        u32 low = look_up_low<IQ4>(codes >> 16 * half), high = look_up_high<IQ4>(codes >> 16 * half);
-#pragma unroll
-        for (int i = 0; i < 2; i++) pairs[2 * half + i] = fma_pairs(raised_pair(low, i), 0xbf80bf80u, raised_pair(high, i));
+        for (int half = 0; half < 2; half++) {
+            // Of each code one magnitude is 0, so that no byte borrows.
+            u32 low = look_up_low<T>(codes >> 16 * half), high = look_up_high<T>(codes >> 16 * half);
+            u32 raised = T::LOW_IS_NEGATIVE ? (high | SIGNS) - low : (low | SIGNS) - high;
+            pairs[2 * half] = code_pair<128>(raised, 0), pairs[2 * half + 1] = code_pair<128>(raised, 1);
+        }
     }
-}
+};
+// A code moved to a bf16 number's sign, last two bits of exponent and first of mantissa is 2^-126 of its value, which the table
+// has doubled; a multiplication puts two copies of it in place.
+template <> struct LookedUpPairs<E2M1> {
+    static constexpr float UNIT = 2;
+    static __device__ __forceinline__ void make(u32 codes, u32 (&pairs)[4]) {
+        u32 even = codes & NIBBLES, odd = codes >> 4 & NIBBLES;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 apart = permute_signed(even, odd, 0x8480 + i * 0x1111);  // a byte's sign is 0
+            pairs[i] = multiply_pairs(apart * 0x1040 & 0x81c081c0u, 0x7e807e80u);
+        }
+    }
+};
 
 // The codes of a lane's two rows of a group, times their scales.
 template <typename T, typename SCALES, typename LANE>
-__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, const SCALES& scales,
-                                                    u32 (&a)[8]) {
+__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, const SCALES& scales, u32 (&a)[8]) {
     uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
     u32 rows[2][4];
-    T::pairs_of(u.x, rows[0]);
-    T::pairs_of(u.y, rows[1]);
+    LookedUpPairs<T>::make(u.x, rows[0]);
+    LookedUpPairs<T>::make(u.y, rows[1]);
     make_fragments(a, [&](int run, int pair) { return scales.times(rows[run >> 1][2 * (run & 1) + pair], run >> 1); });
 }
 
@@ -74,23 +79,29 @@ template <typename T> __device__ __forceinline__ int looked_up(int code) {
 // Scales: what a doubled or plain table value is multiplied with.
 struct HalfScale {
     static constexpr int BYTES = 2;
-    using Rows = SplitScales;
     static __device__ __forceinline__ float load(const u8* p) { return half_as_float(p); }
+    static __device__ __forceinline__ SplitScales rows(const u8* p, float unit) { return {unit * load(p), unit * load(p + 2)}; }
 };
-struct PowerScales {  // of rows g and g + 8: they are bf16 numbers
+struct PowerScales {  // E8M0 of rows g and g + 8 are bf16 numbers, the code their exponent, but for 2^-127
     u32 pairs[2];
-    __device__ __forceinline__ PowerScales(float scale0, float scale1) : pairs{pair_of(scale0), pair_of(scale1)} {}
     __device__ __forceinline__ u32 times(u32 pair, int row) const { return multiply_pairs(pair, pairs[row]); }
 };
 struct PowerScale {  // E8M0: 2^(e - 127), halved
     static constexpr int BYTES = 1;
-    using Rows = PowerScales;
     static __device__ __forceinline__ float load(const u8* p) { return __uint_as_float(*p > 1 ? (u32)(*p - 1) << 23 : 0x00200000u << *p); }
+    static __device__ __forceinline__ u32 pair(u32 e) {
+        u32 moved = e * 0x00800080u;
+        return moved > 0x00400040u ? moved : 0x00400040u;
+    }
+    // Whole: the unit is the 2 that halves take.
+    static __device__ __forceinline__ PowerScales rows(const u8* p, float) { return {pair(p[0]), pair(p[1])}; }
 };
 struct FloatScale {  // halved
     static constexpr int BYTES = 4;
-    using Rows = SplitScales;
     static __device__ __forceinline__ float load(const u8* p) { return *(const float*)p * 0.5f; }
+    static __device__ __forceinline__ SplitScales rows(const u8* p, float unit) {
+        return {unit * 0.5f * ((const float*)p)[0], unit * 0.5f * ((const float*)p)[1]};
+    }
 };
 
 // Of the GROUPS of a set, whose codes begin at this lane's first.
@@ -130,8 +141,7 @@ template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_Z
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         const u8* scale = record + SCALES + (at.g * GROUPS_A_ROW + (64 * step + 32 * group) / GROUP) * 2 * SCALE::BYTES;
-        typename SCALE::Rows scales(SCALE::load(scale), SCALE::load(scale + SCALE::BYTES));
-        looked_up_fragments<TABLE>(record, at, step, group, scales, a);
+        looked_up_fragments<TABLE>(record, at, step, group, SCALE::rows(scale, LookedUpPairs<TABLE>::UNIT), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -172,7 +182,7 @@ struct IQ4_XS {  // d (sc table[code]), sc an int8 for each 32
         const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
         u32 sc = *(const unsigned short*)place ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
-        SplitScales scales(times_flipped(d.x, sc, 0), times_flipped(d.y, sc, 1));
+        SplitScales scales(times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1));
         looked_up_fragments<IQ4>(record, at, step, group, scales, a);
     }
 
@@ -212,10 +222,8 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         u32 codes = *(const unsigned short*)(record + SCALES + (4 * at.g + 2 * group + (at.t >> 1)) * 2 * STEPS + 2 * step);
-        u32 halves = e4m3_as_halves(codes, 0);
-        float2 own = __half22float2(*(const __half2*)&halves), whole = ((const float2*)(record + WHOLE))[at.g];
-        SplitScales scales(own.x * (0.5f * whole.x), own.y * (0.5f * whole.y));
-        looked_up_fragments<E2M1>(record, at, step, group, scales, a);
+        float2 own = two_halves(e4m3_as_halves(codes, 0)), whole = ((const float2*)(record + WHOLE))[at.g];
+        looked_up_fragments<E2M1>(record, at, step, group, SplitScales(own.x * whole.x, own.y * whole.y), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
