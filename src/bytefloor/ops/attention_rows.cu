@@ -56,18 +56,6 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Registers of a warpgroup: those that multiply take what the one that loads leaves.
-template <int N> __device__ __forceinline__ void take_registers() {
-#if HAS_WARPGROUPS
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-#endif
-}
-template <int N> __device__ __forceinline__ void leave_registers() {
-#if HAS_WARPGROUPS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-#endif
-}
-
 struct Band {  // the union of what an item's rows see
     int start, end, first_tile, n_tiles;
     __device__ __forceinline__ Band(int first_slot, int n_rows) {

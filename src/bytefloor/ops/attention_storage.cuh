@@ -43,12 +43,15 @@ __device__ __forceinline__ Stored encode(float x, float scale) {
     float scaled = scale > 0 ? __fdiv_rn(x, scale) : 0.f;
     return encode_scaled(fminf(fmaxf(scaled, (float)-LARGEST_CODE), (float)LARGEST_CODE));
 }
-// Of E values, the largest of which becomes the largest code; the same in every lane. As bits NaN is the largest.
+// Under which a largest value, as bits without its sign, becomes the largest code. As bits NaN is the largest.
+template <int LARGEST> __device__ __forceinline__ float scale_under(u32 largest) {
+    return largest < 0x7f800000 ? __fdiv_rn(__uint_as_float(largest), LARGEST) : __uint_as_float(0x7fc00000);
+}
+// Of E values; the same in every lane.
 template <int LARGEST> __device__ __forceinline__ float scale_of(const float* values, int lane) {
     u32 largest = 0;
     for (int i = lane; i < E; i += 32) largest = max(largest, __float_as_uint(values[i]) & 0x7fffffff);
-    largest = __reduce_max_sync(~0u, largest);
-    return largest < 0x7f800000 ? __fdiv_rn(__uint_as_float(largest), LARGEST) : __uint_as_float(0x7fc00000);
+    return scale_under<LARGEST>(__reduce_max_sync(~0u, largest));
 }
 #endif
 

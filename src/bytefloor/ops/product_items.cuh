@@ -1,6 +1,8 @@
 // How a product's blocks share out its work: items, a ring of weights, shares of sums. See product.cu.
 #pragma once
 
+#include "activation.cuh"
+
 constexpr int N_GROUPS = WARPS / GROUP, CODERS = 512, ROWS = 16;
 constexpr int RECORDS = K / COLUMNS, TILES = N / ROWS, SLOT = GROUP * RECORD_BYTES;
 constexpr int BLOCKS_A_PART = BLOCKS / PARTS, FIRST_DRAWN = STATIC_ITEMS * BLOCKS_A_PART;
@@ -120,15 +122,6 @@ __device__ __forceinline__ void fill_items(Shared shared, const u8* w0, const u8
         item = next;
     }
     filler.end();
-}
-
-// Its division and exponential are the exact ones: a fast form would differ from the reference in more than last bits.
-__device__ __forceinline__ float activate(float gate) {
-#if GLU == 2
-    return 0.5f * gate * (1.f + tanhf(0.7978845608028654f * (gate + 0.044715f * gate * gate * gate)));
-#else
-    return gate / (1.f + expf(-gate));
-#endif
 }
 
 // An item's shares of one token added up, record by record, odd and even ones apart: the row lane % 16 in every lane.

@@ -28,6 +28,18 @@ __device__ __forceinline__ void ldmatrix4_transposed(u32 (&r)[4], u32 address) {
 // Where chunk c of row r stands in a tile.
 __device__ __forceinline__ u32 swizzled(int r, int c) { return (r >> 3) * 1024 + (r & 7) * 128 + ((c ^ (r & 7)) << 4); }
 
+// Warpgroups that need few registers leave some to those that need many: both are called by whole warpgroups.
+template <int N> __device__ __forceinline__ void leave_registers() {
+#if HAS_WARPGROUPS
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+template <int N> __device__ __forceinline__ void take_registers() {
+#if HAS_WARPGROUPS
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+#endif
+}
+
 // Before products read registers that were written since the last ones.
 __device__ __forceinline__ void begin_products() {
 #if HAS_WARPGROUPS
