@@ -15,7 +15,7 @@ from torch import Tensor
 from bytefloor.engine.launches import STORAGES
 from bytefloor.ops import OPS
 from bytefloor.ops.pages import page_shape
-from bytefloor.ops.row_tiles import tiles_shape, to_row_tiles
+from bytefloor.ops.row_tiles import from_row_tiles, tiles_shape, to_row_tiles
 
 ACTIVATIONS = {1: "silu", 2: "gelu_tanh"}
 
@@ -38,11 +38,18 @@ def write_tiles(tiles: Tensor, x: Tensor, pitch: int) -> None:
     found[:, at // 8, at % 8] = to_row_tiles(x, pitch)[:, at // 8, at % 8]
 
 
+def read_tiles(tiles: Tensor, n_rows: int, k: int, pitch: int) -> Tensor:
+    """Rows [n_rows, k] of row tiles."""
+    shape = tiles_shape(k, pitch)
+    return from_row_tiles(tiles.view(-1).view(torch.bfloat16)[: math.prod(shape)].view(shape), n_rows, k)
+
+
 class RowTwins:
-    """A mixin of TwinKernel, which has the constants."""
+    """A mixin of TwinKernel, which has the constants, and what packed matrices decode to."""
 
     n: Callable[[str], int]
     f: Callable[[str], float]
+    matrix: Callable[[Tensor], Tensor]
 
     def norm_rows(
         self, rows: Tensor | None, x: Tensor, delta: Tensor | None, n_planes: int, plane_stride: int,
@@ -123,3 +130,19 @@ class RowTwins:
             style = {1: "split", 2: "interleaved"}[self.n("ROPE")]
             heads = OPS["rope"].reference(heads, positions.long(), style, frequencies.tolist())
         return heads
+
+    def product_rows(
+        self, tiles: Tensor, w0: Tensor, w1: Tensor | None, w2: Tensor | None, n0: int, n1: int, n2: int, out: Tensor,
+        n_rows: int, pitch: int, stride: int, steps: int, splits: int,
+    ) -> None:  # fmt: skip
+        """Parts of K but the first are zero: their sum is what counts."""
+        pairs = [(w, n) for w, n in ((w0, n0), (w1, n1), (w2, n2)) if w is not None]
+        weight = torch.cat([self.matrix(w)[:n] for w, n in pairs])
+        x = read_tiles(tiles, n_rows, weight.shape[1], pitch)
+        y = x @ weight.to(torch.bfloat16).float().T
+        if self.n("GLU"):
+            write_tiles(out, OPS["glu"].reference(y[:, 0::2], y[:, 1::2], ACTIVATIONS[self.n("GLU")]), stride)
+            return
+        planes = out.as_strided((splits, n_rows, y.shape[1]), (n_rows * stride, stride, 1))
+        planes.zero_()
+        planes[0] = y

@@ -17,6 +17,7 @@ from bytefloor.formats import finite, get, lookups, stream
 
 WARP = Path(__file__).resolve().parent.parent / "warp"
 AFFINE = tuple(f"affine-{bits}b-g{group}" for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128))
+NVFP4 = ("NVFP4", "NVFP4-modelopt", "NVFP4-compressed-tensors", "mlx-nvfp4")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 FP8 = ("FP8-E4M3-row", "FP8-E4M3-tensor", "FP8-E4M3-128x128", "mlx-mxfp8")
 NAMES = (*K_QUANTS, *FP8, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", *lookups.NAMES, *AFFINE)
@@ -45,6 +46,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("warp")
     text = "".join((SOURCES / header).read_text() for header in (*FORMS, "stream_tokens.cuh"))
     assert '#include "tensor_core.cuh"\n' in text
+    text = text.replace('#include "fragments.cuh"\n', (SOURCES / "fragments.cuh").read_text())
     for include in ('#include "tensor_core.cuh"\n', "#include <cuda_fp16.h>\n", "#pragma once\n"):
         text = text.replace(include, "")
     (folder / "stream_text.cuh").write_text(text)
@@ -134,6 +136,35 @@ def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: i
         assert library[f"values_{symbol(form)}"](pointer(record), pointer(out)) == form.columns
     expected = get(name).decode(parts).numpy()
     assert np.array_equal(np.concatenate(list(found), axis=1).view(np.int32), expected.view(np.int32))
+
+
+SPLIT = ("Q3_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "FP4-E2M1-g128", *NVFP4)
+"""Of these a scale is two bf16 numbers. Affine codes with scales of bf16 are rounded once where value() rounds twice."""
+
+
+def owned_by_lanes(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of what fragments() gives, [step, group, lane, k16 step s, fragment i, element of a pair]."""
+    step, group, lane, s, i, j = np.indices((columns // 64, 2, 32, 2, 4, 2))
+    return lane // 4 + 8 * (i % 2), 64 * step + 32 * group + 8 * (lane % 4) + 4 * s + 2 * (i // 2) + j
+
+
+@pytest.mark.parametrize(("name", "k"), CASES)
+def test_fragments_are_the_values_in_bf16(library: ctypes.CDLL, name: str, k: int) -> None:
+    """Each lane has its own sixteen weights in the order of tensor cores; few are the neighbour of the nearest bf16."""
+    form, parts = forms_of(name)[k], random_parts(name, k)
+    rows, columns = owned_by_lanes(form.columns)
+    dense = get(name).decode(parts).float()
+    found = np.empty((16, dense.shape[1]), np.uint16)
+    for i, record in enumerate(form.pack(as_packed(name, parts)).numpy()[0]):
+        words = np.empty(rows.shape, np.uint16)
+        library[f"fragments_{symbol(form)}"](pointer(record), pointer(words))
+        found[rows, i * form.columns + columns] = words
+    got = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).double()
+    nearest = dense.bfloat16().double()
+    is_rounded_otherwise = name in SPLIT or scales_of(name) == torch.bfloat16
+    assert (got != nearest).double().mean() <= (0.01 if is_rounded_otherwise else 0)
+    ulp = torch.exp2((torch.frexp(nearest).exponent.clamp(min=-125) - 8).double())
+    assert ((got - nearest).abs() <= ulp).all()
 
 
 def random_activations(k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 // ops/stream.cuh, with the instructions of ops/tensor_core.cuh written out.
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -116,6 +117,19 @@ template <bool IS_BF16> inline u32 pack_halves(float x, float y) {
     return one(x) | one(y) << 16;
 }
 
+// Products of two bf16 numbers are exact in double, and the sum is rounded far below where bf16 is.
+inline u32 fma_pairs(u32 a, u32 b, u32 c) {
+    u32 out = 0;
+    for (int i = 0; i < 2; i++) {
+        double v = (double)warp::half(a, i, true) * warp::half(b, i, true) + warp::half(c, i, true);
+        int last = v == 0 ? 0 : std::max(std::ilogb(v) - 7, -133);  // the exponent of the last bit that is kept
+        out |= as<u32>((float)std::ldexp(std::nearbyint(std::ldexp(v, -last)), last)) >> 16 << 16 * i;
+    }
+    return out;
+}
+
+inline u32 half_twice(u32 word, int which) { return (word >> 16 * which & 0xffff) * 0x10001; }
+
 inline u32 e4m3_as_halves(u32 codes, int first) {
     u32 out = 0;
     for (int i = 0; i < 2; i++) {
@@ -172,6 +186,15 @@ template <typename F> int values(const u8* record, float* out) {
     return F::COLUMNS;
 }
 
+// out [step][group][lane][8]. No lane needs another, so that each may come in turn.
+template <typename F> void fragments(const u8* record, u32* out) {
+    for (int i = 0; i < F::COLUMNS / 32 * 32; i++) {
+        u32 a[8];
+        F::fragments(record, Lane(i % 32), i / 64, i / 32 % 2, a);
+        memcpy(out + 8 * i, a, sizeof a);
+    }
+}
+
 #define FORM(name, ...)                                                                                                   \
     extern "C" int dot_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                \
         return run<__VA_ARGS__>(lane_main<__VA_ARGS__>, r, c, s, k, o);                                                     \
@@ -179,5 +202,6 @@ template <typename F> int values(const u8* record, float* out) {
     extern "C" int tokens_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                             \
         return run<__VA_ARGS__>(tokens_main<__VA_ARGS__>, r, c, s, k, o);                                                   \
     }                                                                                                                    \
+    extern "C" void fragments_##name(const u8* r, u32* o) { fragments<__VA_ARGS__>(r, o); }                               \
     extern "C" int values_##name(const u8* r, float* o) { return values<__VA_ARGS__>(r, o); }
 #include "forms.inc"

@@ -1,4 +1,4 @@
-"""The device executor: the next token of one sequence, or of several, as a CUDA graph; prompts by the plain list.
+"""The device executor: the next token of one sequence, or of several, as a CUDA graph; prompts many rows at a time.
 
 Weights live packed in stream forms and nowhere else. Lengths, positions and page tables are read from device memory, so
 one capture serves every position; replaying it equals launching its kernels one by one.
@@ -26,15 +26,16 @@ from bytefloor.engine.memory import MemoryPlan, check_memory, place_table
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
 from bytefloor.engine.progress import COMPILING, Progress, Silent
-from bytefloor.engine.prompt import PromptRunner, prompt_bytes, unpack_specs
+from bytefloor.engine.prompt import PromptRunner
+from bytefloor.engine.row_planner import RowPlanner
 from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
 from bytefloor.model.step import CacheKind, Step
 from bytefloor.ops.pages import page_shape
 
-MOST_ROWS_ONE_BY_ONE = 24
-"""Rows of a batch that go through the decode graph one after another; more are cheaper through the plain list."""
+MOST_ROWS_ONE_BY_ONE = 1
+"""Rows of a sequence that go through the decode graph one after another; more are cheaper together."""
 
 
 class DeviceExecutor:
@@ -69,9 +70,8 @@ class DeviceExecutor:
         if self.memory_plan.on_host:
             self.weights.keep_table_on_host()
         check_memory(self.memory_plan, progress, advice)
-        unpacks = unpack_specs(step, self.weights)
         finders = highest_specs(self._n_vocabulary)
-        specs = [*(launch.kernel for launch in launches), *unpacks.values(), *finders.values()]
+        specs = [*(launch.kernel for launch in launches), *self._row_specs, *finders.values()]
         with current(self.device):
             kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
@@ -97,9 +97,7 @@ class DeviceExecutor:
             batch.n_tokens: BatchGraph(batch.memory, found, batch.written, self._capture(found).replay)
             for batch, found in zip(batches, batch_launches, strict=True)
         }
-        self._prompts = PromptRunner(
-            step, self.weights, self.pools, {key: kernels[spec] for key, spec in unpacks.items()}
-        )
+        self._prompts = PromptRunner(self._plan_rows(fused, self._memory), kernels, self._stream)
 
     # --- memory
 
@@ -143,15 +141,22 @@ class DeviceExecutor:
                     break
                 self.batch_sizes += (size,)
                 n_bytes = rehearsal.n_bytes
+            before = rehearsal.n_bytes
+            rows = self._plan_rows(fused, memory)
+            n_bytes += rehearsal.n_bytes - before
+        self._row_specs = rows.specs()
         beside_cache = n_bytes - self.cache_bytes()
         # A request's sampler stays while the next prompt runs.
-        sampling = sampler_bytes(self._n_vocabulary, self.plan.capacity)
-        running = prompt_bytes(self.step, self.plan, self.device) + sampling
+        running = rows.running_bytes() + sampler_bytes(self._n_vocabulary, self.plan.capacity)
         # Logits of sequences that decode together wait for a prompt beside them, and are stacked then.
         running += 2 * max(self.batch_sizes, default=0) * self._n_vocabulary * 4
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
         return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
+
+    def _plan_rows(self, fused: Sequence[Fused], memory: DeviceMemory) -> RowPlanner:
+        most_rows = max(min(self.plan.chunk, self.plan.capacity), self.plan.n_sequences)
+        return RowPlanner(fused, self.weights, self.plan, memory.pools, most_rows, self.device)
 
     def _for_tokens(self, memory: DeviceMemory, n_tokens: int) -> DeviceMemory:
         """The same pages for several tokens at once; all else of their own."""
@@ -231,30 +236,38 @@ class DeviceExecutor:
     def run(self, batch: Batch, is_eager: bool = False) -> Tensor:
         """Logits float32 [R, V] of the wanted rows.
 
-        Sequences with a row each go together, as many as a graph has rows; one with several goes alone, few rows by
-        the graph of one token and prompts by the plain list.
+        Sequences with a row each go together by a graph, as many as it has rows; the rows of all others, prompts that
+        is, go together as well. Nobody waits for a batch that wants no logits.
         """
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
             is_one = len(set(batch.sequence)) <= 1
             logits = self._run_alone(batch, is_eager) if is_one else self._run_sequences(batch, is_eager)
-        self._stream.synchronize()
+        if batch.wanted:
+            self._stream.synchronize()
         return logits
 
     def _run_sequences(self, batch: Batch, is_eager: bool) -> Tensor:
         """The same of several sequences."""
         found: dict[int, Tensor] = {}
-        alone = split_by_sequence(batch)
-        together = [rows[0] for rows, _ in alone if len(rows) == 1] if self._batches else []
-        most = max(self._batches, default=1)
-        if self._batches and len(together) % most == 1:
-            together.pop()  # one left over, or by itself, is cheaper alone
-        for first in range(0, len(together), most):
-            found |= self._run_together(batch, together[first : first + most], is_eager)
-        for rows, part in alone:
-            if rows[0] not in together:
+        rows_of: dict[int, list[int]] = {}
+        for row, sequence in enumerate(batch.sequence):
+            rows_of.setdefault(sequence, []).append(row)
+        single = [rows[0] for rows in rows_of.values() if len(rows) == 1]
+        # One by itself is cheaper alone; more than a graph holds are cheaper in one pass over the weights.
+        together = single if 1 < len(single) <= max(self._batches, default=0) else []
+        if together:
+            found |= self._run_together(batch, together, is_eager)
+        others = [rows for rows in rows_of.values() if rows[0] not in together]
+        if is_eager or len(others) == 1:
+            parts = [part_of(batch, rows) for rows in others]
+            for rows, part in zip(others, parts, strict=True):
                 self._show({name: tables[0] for name, tables in part.tables.items()})
                 found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
+        elif others:
+            rows = [row for of_one in others for row in of_one]
+            part = part_of(batch, rows)
+            found |= dict(zip((rows[row] for row in part.wanted), self._prompts.run(part), strict=True))
         return self._stacked([found[row] for row in batch.wanted])
 
     def _stacked(self, rows: Sequence[Tensor]) -> Tensor:
@@ -386,25 +399,18 @@ class DeviceExecutor:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
-def split_by_sequence(batch: Batch) -> list[tuple[list[int], Batch]]:
-    """Each sequence's rows of a batch, and a batch of nothing but these, without copies."""
-    members: dict[int, list[int]] = {}
-    for row, sequence in enumerate(batch.sequence):
-        members.setdefault(sequence, []).append(row)
-    return [
-        (
-            rows,
-            Batch(
-                tokens=[batch.tokens[row] for row in rows],
-                positions=[batch.positions[row] for row in rows],
-                slots=[batch.slots[row] for row in rows],
-                sequence=[0] * len(rows),
-                wanted=[i for i, row in enumerate(rows) if row in batch.wanted],
-                tables={name: [tables[sequence]] for name, tables in batch.tables.items()},
-            ),
-        )
-        for sequence, rows in members.items()
-    ]
+def part_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some rows of a batch, those of a sequence next to each other, and nothing of other sequences; without copies."""
+    members = list(dict.fromkeys(batch.sequence[row] for row in rows))
+    wanted = set(batch.wanted)
+    return Batch(
+        tokens=[batch.tokens[row] for row in rows],
+        positions=[batch.positions[row] for row in rows],
+        slots=[batch.slots[row] for row in rows],
+        sequence=[members.index(batch.sequence[row]) for row in rows],
+        wanted=[i for i, row in enumerate(rows) if row in wanted],
+        tables={name: [tables[sequence] for sequence in members] for name, tables in batch.tables.items()},
+    )
 
 
 def _kv(step: Step) -> str:

@@ -22,6 +22,8 @@ FORMS = ("stream.cuh", "stream_codes.cuh", "stream_lookups.cuh")
 HEADERS = (*FORMS, "stream_tokens.cuh", "ring.cuh", "handover.cuh")
 INCLUDED = (
     "tensor_core.cuh",
+    "warpgroup.cuh",
+    "fragments.cuh",
     "product_items.cuh",
     "prologue.cuh",
     "attention_storage.cuh",
@@ -30,6 +32,7 @@ INCLUDED = (
     "attention_merge.cuh",
     "activation.cuh",
     "row_tiles.cuh",
+    "attention_rows_load.cuh",
 )
 """What those, and kernels, include themselves."""
 ARCHITECTURES = ("sm_90a",)
@@ -148,7 +151,12 @@ class Kernel:
             _checked(driver.cuFuncSetAttribute(self._function, attribute, value), kernel.name)
 
     def launch(self, stream: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """arguments: tensors become pointers, None a null pointer, int a 32-bit int.
+        """Once, see ``prepare``."""
+        self.prepare(stream, grid, arguments)()
+
+    def prepare(self, stream: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> Callable[[], None]:
+        """A launch that can be made again and again for little. arguments: tensors become pointers, None a null
+        pointer, int a 32-bit int.
 
         The launch is a programmatic dependent of what precedes it: the kernel itself sees to it that what it reads has
         been written, by the parity of the values or by waiting for the kernels before.
@@ -167,15 +175,22 @@ class Kernel:
         attribute.value = value
         if self._overlaps:
             config.attrs, config.numAttrs = [attribute], 1
-        values = tuple(_argument(argument) for argument in arguments)
-        types = tuple(ctypes.c_int if isinstance(argument, int) else ctypes.c_void_p for argument in arguments)
-        _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0), self.spec.name)
+        values = [_stored(argument) for argument in arguments]
+        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        start = ctypes.addressof(places)
+
+        def launch(kept: Sequence[Any] = (values, places, arguments)) -> None:
+            """kept: what the pointers point to."""
+            _checked(driver.cuLaunchKernelEx(config, self._function, start, 0), self.spec.name)
+
+        return launch
 
 
-def _argument(argument: Any) -> int:
-    if argument is None:
-        return 0
-    return argument if isinstance(argument, int) else argument.data_ptr()
+def _stored(argument: Any) -> ctypes.c_int | ctypes.c_void_p:
+    """An argument as the driver copies it."""
+    if isinstance(argument, int):
+        return ctypes.c_int(argument)
+    return ctypes.c_void_p(0 if argument is None else argument.data_ptr())
 
 
 def _checked(result: tuple, name: str) -> Any:

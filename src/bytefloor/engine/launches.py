@@ -29,6 +29,8 @@ ITEMS_A_BLOCK = 3
 """Fewer leave blocks waiting for the last one."""
 STORAGES = {"bf16": 0, "int8": 1, "fp8": 2}
 """What a cache may keep, by the numbers that ops/attention_storage.cuh has for them."""
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+"""Of gates, by the numbers that ops/activation.cuh has for them."""
 LEAST_TILES = 2
 """Of a run at least, where tiles are taken one after another: below, merging costs more."""
 
@@ -179,7 +181,7 @@ def plan_product(
         # After attention, which leaves some multiprocessors empty, two blocks would settle on one and none on another.
         shared = max(shared, card.alone_bytes)
     blocks_a_part = max(1, min(card.n_multiprocessors // parts, n_tiles))
-    activation = {None: 0, "silu": 1, "gelu_tanh": 2}[fused.glu.attributes["activation"] if fused.glu else None]
+    activation = ACTIVATIONS[fused.glu.attributes["activation"] if fused.glu else None]
     constants: dict[str, Any] = {
         "SEGMENTS": " ".join(f"S({segment.n // ROWS}, {segment.form.name})" for segment in segments),
         "COLUMNS": columns,

@@ -1,140 +1,126 @@
-"""Prompts on the device, plainly: the plain list, each matrix unpacked where a product needs it, then cuBLAS.
+"""Many rows at once on the device: chunks of prompts, and more sequences than the graphs of decoding hold.
 
-Products, attention's two among them, run in TF32 (ten bits of mantissa, float32 sums), all else in float32; keys and
-values go to the same pages that the decode kernels read. Codes are decoded layer by layer, the sequence's pages alone.
+The fused list, each call with kernels for many rows: norms, products on tensor cores with bf16 activations and weights,
+flash attention over the pages. The host only starts kernels, which it has planned once for each padded number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import CachePlan
-from bytefloor.engine.kernels import Kernel, KernelSpec, spec
-from bytefloor.engine.packed import PackedWeights
-from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, step_bytes
-from bytefloor.model.step import Buffer, OpCall, Step
-from bytefloor.model.weights import Weight
-from bytefloor.ops.op import ITEM_BYTES, Sizes
+from bytefloor.engine.kernels import Kernel, KernelSpec
+from bytefloor.engine.plan_rows import Item, attention_items
+from bytefloor.engine.planner import Launch
+from bytefloor.engine.row_planner import Planes, RowPlanner, RowStep, Walk
+from bytefloor.engine.row_products import pad_rows
+from bytefloor.errors import CapacityError
+from bytefloor.model.fuse import FusedLogits
 
-UNPACK_THREADS = 256
-BLOCKS_A_MULTIPROCESSOR = 8
-MOST_SCRATCH_FLOATS = 1 << 27
-"""A head of 262,144 rows is unpacked and multiplied in parts of this size."""
-
-
-def unpack_specs(step: Step, weights: PackedWeights) -> dict[int, KernelSpec]:
-    """The kernel that unpacks each matrix of the list, by the identity of the weight."""
-    matrices = (weight for call in step.calls for weight in call.weights if len(weight.shape) == 2)
-    return {
-        id(weight): spec("unpack", UNPACK_THREADS, FORM=weights.form_of(weight).name, K=weight.shape[1])
-        for weight in matrices
-    }
-
-
-def prompt_bytes(step: Step, plan: CachePlan, device: torch.device) -> int:
-    """The most that a chunk of a prompt takes beside weights and cache."""
-    workspace = BLAS_WORKSPACE_BYTES if device.type == "cuda" else 0
-    return workspace + step_bytes(step, plan, ITEM_BYTES["float32"], _unpacked_bytes)
-
-
-def _unpacked_bytes(call: OpCall, sizes: Sizes) -> int:
-    """Of the part of a matrix that a product has before it; embedding rows are as large as their result."""
-    if call.op.name != "linear":
-        return 0
-    (weight,) = call.weights
-    n, k = weight.shape
-    return ITEM_BYTES["float32"] * k * min(n, most_rows(k))
-
-
-def most_rows(k: int) -> int:
-    """Rows of a matrix of k columns that are unpacked at a time."""
-    return max(1, MOST_SCRATCH_FLOATS // k)
+PADDING_SEQUENCE = -1
+"""Of a row that is nobody's: it writes to no page."""
 
 
 class PromptRunner:
-    """Runs batches of many rows of one sequence on packed weights and the pages of a device executor.
+    """Runs batches of many rows of one sequence or several.
 
-    kernels: those of ``unpack_specs``, loaded.
+    planner: for the pages and packed weights of a device executor. kernels: those of its ``specs``. stream: where all runs.
     """
 
-    def __init__(
-        self, step: Step, weights: PackedWeights, pools: dict[str, Tensor], kernels: Mapping[int, Kernel]
-    ) -> None:
-        self._step, self._weights, self._pools, self._kernels = step, weights, pools, kernels
-        self._device = weights.device
-        n_multiprocessors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        self._n_blocks = n_multiprocessors * BLOCKS_A_MULTIPROCESSOR
-        self._calls = [(call, *self._bind(call)) for call in step.calls]
-        self._last_uses = last_uses(step)
+    def __init__(self, planner: RowPlanner, kernels: Mapping[KernelSpec, Kernel], stream: torch.cuda.Stream) -> None:
+        self._planner, self._kernels, self._stream = planner, kernels, stream
+        self._device = planner.device
+        logits = planner.fused[-1]
+        assert isinstance(logits, FusedLogits)
+        self._cap = logits.cap
+        self._walks: dict[int, tuple[Walk, list[Callable[[], None]]]] = {}
 
-    def _bind(self, call: OpCall) -> tuple[Callable[..., Any], dict[str, Any], list[tuple[str, int]]]:
-        """The function of a call, what it always gets, and which buffers it reads."""
-        constants: dict[str, Any] = dict(call.attributes)
-        sources = [(name, operand.id) for name, operand in call.operands.items() if isinstance(operand, Buffer)]
-        for name, operand in call.operands.items():
-            if isinstance(operand, Weight):
-                constants[name] = operand if len(operand.shape) == 2 else self._weights.vector(operand)
-        if call.cache is not None:
-            constants["cache"] = self._pools[call.cache.kind.name][call.cache.index]
-        if "to" in constants:
-            constants["to"] = "float32"  # activations need no codes where a product takes floats
-        own: dict[str, Callable[..., Any]] = {"linear": self._linear, "embed": self._embed}
-        return own.get(call.op.name, call.op.reference), constants, sources
-
-    def _unpack(self, weight: Weight, n: int, rows: Tensor | None = None, first: int = 0) -> Tensor:
-        """Float32 [n, K]: the listed rows, or n from ``first`` on."""
-        packed, step, offset = self._weights.packed_rows(weight)
-        out = torch.empty(n, weight.shape[1], device=self._device)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        arguments = (packed, rows, step * first + offset, step, n, out)
-        self._kernels[id(weight)].launch(stream, (self._n_blocks, 1), arguments)
-        return out
-
-    def _linear(self, x: Tensor, weight: Weight) -> Tensor:
-        n, k = weight.shape
-        if not x.shape[0]:
-            return x.new_empty(0, n)  # a chunk that wants no logits leaves the head, the largest matrix, unread
-        part = most_rows(k)
-        parts = [x @ self._unpack(weight, min(part, n - first), first=first).T for first in range(0, n, part)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _embed(self, tokens: Tensor, table: Weight, scale: float) -> Tensor:
-        return self._unpack(table, tokens.shape[0], rows=tokens) * scale
+    @property
+    def most_rows(self) -> int:
+        """Of a batch."""
+        return self._planner.paddings[-1]
 
     def run(self, batch: Batch) -> Tensor:
-        """Logits float32 [R, V] of the wanted rows."""
-        values = self._inputs(batch)
-        with _tf32():
-            for (call, function, constants, sources), ends in zip(self._calls, self._last_uses, strict=True):
-                result = function(**constants, **{name: values[source] for name, source in sources})
-                if call.output is not None:
-                    values[call.output.id] = result
-                for buffer_id in ends:
-                    del values[buffer_id]
-        return values[self._step.logits.id]
+        """Logits float32 [R, V] of the wanted rows; nobody waits for them. CapacityError for more rows than there may be."""
+        n = len(batch.tokens)
+        if n > self.most_rows:
+            raise CapacityError(f"{n} rows at once: there is room for chunks of {self.most_rows}")
+        self._place(batch)
+        walk, trunk = self._trunk(pad_rows(n))
+        for start in trunk:
+            start()
+        return self._head(walk, len(batch.wanted))
 
-    def _inputs(self, batch: Batch) -> dict[int, Tensor]:
-        device = self._device
-        named = {**self._step.inputs, **{f"table.{name}": buffer for name, buffer in self._step.tables.items()}}
-        lists = {name: getattr(batch, name) for name in self._step.inputs}
-        lists |= {f"table.{name}": rows for name, rows in batch.tables.items()}
-        return {
-            buffer.id: torch.tensor(lists[name], dtype=torch.int64, device=device) for name, buffer in named.items()
-        }
+    def _trunk(self, pitch: int) -> tuple[Walk, list[Callable[[], None]]]:
+        """Planned when a number of rows comes for the first time."""
+        if pitch not in self._walks:
+            walk = self._planner.walk(pitch)
+            self._walks[pitch] = walk, self._prepare(walk.trunk)
+        return self._walks[pitch]
+
+    def _prepare(self, steps: Sequence[RowStep]) -> list[Callable[[], None]]:
+        handle = self._stream.cuda_stream
+        return [
+            self._kernels[step.kernel].prepare(handle, step.grid, step.arguments) if isinstance(step, Launch) else step
+            for step in steps
+        ]
+
+    def _head(self, walk: Walk, n_wanted: int) -> Tensor:
+        """A chunk that wants no logits leaves the head, the largest matrix, unread."""
+        if not n_wanted:
+            return torch.empty(0, self._planner.n_vocabulary, device=self._device)
+        head = walk.head(pad_rows(n_wanted))
+        for start in self._prepare(head.launches):
+            start()
+        logits = _summed(head.planes)[:n_wanted]
+        return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
+
+    def _place(self, batch: Batch) -> None:
+        """Rows, pages and attention's items to where the kernels look for them."""
+        inputs, n = self._planner.inputs, len(batch.tokens)
+        pin = self._device.type == "cuda"
+        # Pinned memory of torch is given to nobody else before the copy has read it.
+        tokens = torch.zeros(inputs.tokens.shape, dtype=torch.int64, pin_memory=pin)
+        tokens[:n] = torch.tensor(batch.tokens, dtype=torch.int64)
+        inputs.tokens.copy_(tokens, non_blocking=True)
+        host = torch.zeros(inputs.values.shape, dtype=torch.int32, pin_memory=pin)
+
+        def put(name: str, values: Sequence[int]) -> None:
+            start = inputs.start_of(name)
+            host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
+
+        put("positions", batch.positions)
+        put("slots", batch.slots)
+        put("sequence", [*batch.sequence, *[PADDING_SEQUENCE] * (inputs.tokens.shape[0] - n)])
+        put("wanted", batch.wanted)
+        runs = runs_of(batch)
+        for size in inputs.item_rows:
+            put(f"items.{size}", [value for item in attention_items(runs, size) for value in item])
+        for name, tables in batch.tables.items():
+            put(f"table.{name}", [page for table in tables for page in table])
+        inputs.values.copy_(host, non_blocking=True)
 
 
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """TF32 for products here and for nobody else."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+def runs_of(batch: Batch) -> list[Item]:
+    """Rows of one sequence whose slots follow each other: (first row, rows, slot of the first, sequence)."""
+    runs: list[Item] = []
+    for row, (slot, sequence) in enumerate(zip(batch.slots, batch.sequence, strict=True)):
+        if runs:
+            first, n, first_slot, of = runs[-1]
+            if of == sequence and slot == first_slot + n:
+                runs[-1] = (first, n + 1, first_slot, of)
+                continue
+        runs.append((row, 1, slot, sequence))
+    return runs
+
+
+def _summed(planes: Planes) -> Tensor:
+    """[rows, stride] of planes, added in order."""
+    parts = planes.values.view(planes.n, -1, planes.stride)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total

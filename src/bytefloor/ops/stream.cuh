@@ -4,6 +4,8 @@
 // 8t .. 8t + 7. Each struct has
 //   dot(record, at, x, k)         this lane's share of the products of rows g and g + 8 with columns k .. k + COLUMNS - 1;
 //                                 the four lanes of one g together have both rows
+//   fragments(record, at, step, group, a)   this lane's sixteen weights of columns 64 step + 32 group and on as bf16, see
+//                                 fragments.cuh: a[4 s + i] is operand a_i of mma.m16n8k16 for elements 8t + 4s .. 8t + 4s + 3
 //   value(record, row, column)    one weight, bit for bit the value that the format defines
 // Integer dot products are exact; float accumulation runs over sets of groups in ascending order.
 //
@@ -20,8 +22,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #include "tensor_core.cuh"
+#include "fragments.cuh"
 
-constexpr u32 NIBBLES = 0x0f0f0f0f;
+constexpr u32 NIBBLES = 0x0f0f0f0f, SIGNS = 0x80808080;
 
 // Byte `which` of a word as a float, without the slow conversion unit: 2^23 + b is a float whose last bits are b.
 __device__ __forceinline__ float byte_as_float(u32 word, int which) {
@@ -105,6 +108,15 @@ __device__ __forceinline__ u32 upper(u32 plane, int run) {
     return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
 }
 
+// The four runs of a group as bytes.
+template <bool HAS_FIFTH> __device__ __forceinline__ void nibble_runs(uint2 u, u32 plane, int group, u32 (&runs)[4]) {
+#pragma unroll
+    for (int run = 0; run < 4; run++) {
+        runs[run] = (run < 2 ? u.x : u.y) >> 4 * (run & 1) & NIBBLES;
+        if (HAS_FIFTH) runs[run] |= fifth(plane, 4 * group + run);
+    }
+}
+
 // The two groups of a step, of 4-bit codes or with a fifth bit.
 template <bool HAS_FIFTH, typename MASK>
 __device__ __forceinline__ void multiply_step(Sums (&sums)[2], uint4 u, u32 plane, uint2 x, MASK mask0, MASK mask1) {
@@ -163,6 +175,21 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
         return make_float2(d0.x * positive0 - d0.y * negative0, d1.x * positive1 - d1.y * negative1);
     }
 
+    // Two rows' scales, or minimums, of group 2 step + group are two bytes side by side.
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
+        u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[at.index * 4 + step] : 0, runs[4];
+        nibble_runs<HAS_FIFTH>(u, plane, group, runs);
+        const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
+        u32 sc = *(const unsigned short*)place, mn = *(const unsigned short*)(place + MINIMUMS - SCALES);
+        uint2 super = ((const uint2*)(record + SUPER))[at.g];
+        float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
+        float scales[2] = {times_byte(HALF_UNIT * d0.x, sc, 0), times_byte(HALF_UNIT * d1.x, sc, 1)};
+        float minimums[2] = {times_byte(-d0.y, mn, 0), times_byte(-d1.y, mn, 1)};
+        minimum_fragments(runs, scales, minimums, a);
+    }
+
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         int code = p.nibble(record);
@@ -200,6 +227,19 @@ struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activatio
         }
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
         return make_float2(d.x * total0, d.y * total1);
+    }
+
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        int place = (step * 32 + at.index) * 2 + group;
+        uint2 u = ((const uint2*)record)[place];
+        u32 plane = ((const u32*)(record + HIGH))[place], runs[4];
+        nibble_runs<false>(u, 0, group, runs);
+#pragma unroll
+        for (int run = 0; run < 4; run++) runs[run] |= upper(plane, run);
+        u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
+        float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
+        scaled_fragments<32>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -261,6 +301,21 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
         return make_float2(total0, total1);
     }
 
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        int place = step * 32 + at.index, scale = Base::scale_at(at.g, 64 * step + 32 * group);
+        u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[place] : 0, runs[4];
+        nibble_runs<HAS_FIFTH>(((const uint2*)record)[place * 2 + group], plane, group, runs);
+        if (HAS_MINIMUM) {
+            uint2 pair = ((const uint2*)(record + SCALES))[scale];
+            float2 d0 = two_halves(pair.x), d1 = two_halves(pair.y);
+            minimum_fragments(runs, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
+        } else {
+            float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
+            scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
+        }
+    }
+
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         int code = p.nibble(record);
@@ -300,6 +355,14 @@ template <int STEPS> struct Q8_0 : Stepped<STEPS> {  // d code, int8
             }
         }
         return make_float2(total0, total1);
+    }
+
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
+        float2 d = __half22float2(((const __half2*)(record + SCALES))[Base::scale_at(at.g, 64 * step + 32 * group)]);
+        u32 runs[4] = {u.x ^ SIGNS, u.z ^ SIGNS, u.y ^ SIGNS, u.w ^ SIGNS};
+        scaled_fragments<128>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -354,6 +417,19 @@ template <int STEPS, bool IS_BF16> struct Plain16 : Stepped<STEPS> {
             }
         }
         return make_float2(total0, total1);
+    }
+
+    // Of BF16 the very bits; F16 rounded.
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        const uint4* weights = (const uint4*)record + (step * 2 + group) * 64 + at.index;
+        uint4 halves[2] = {weights[0], weights[32]};
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            u32 word = word_of(halves[i >> 2], i & 3);
+            float2 pair = two(word);
+            a[i] = IS_BF16 ? word : pack_halves<true>(pair.x, pair.y);
+        }
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

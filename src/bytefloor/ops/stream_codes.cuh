@@ -33,6 +33,21 @@ template <int BITS, int STEPS> struct CodePlanes {
         multiply(sums, four(w.x, crumbs, bits, group, 0), four(w.y, crumbs, bits, group, 2), four(w.x, crumbs, bits, group, 1),
                  four(w.y, crumbs, bits, group, 3), x, mask);
     }
+    // The four runs of a group as bytes.
+    template <typename LANE>
+    static __device__ __forceinline__ void runs_of(const u8* record, const LANE& at, int step, int group, u32 (&runs)[4]) {
+        int place = step * 32 + at.index;
+        if (BITS == 8) {
+            uint4 u = ((const uint4*)record)[place + (step + group) * 32];
+            runs[0] = u.x ^ SIGNS, runs[1] = u.z ^ SIGNS, runs[2] = u.y ^ SIGNS, runs[3] = u.w ^ SIGNS;
+            return;
+        }
+        uint2 w = HAS_NIBBLES ? ((const uint2*)record)[place * 2 + group] : uint2{0, 0};
+        u32 crumbs = HAS_CRUMBS ? ((const u32*)(record + CRUMBS))[place * 2 + group] : 0;
+        u32 bits = HAS_BITS ? ((const u32*)(record + SINGLE))[place] : 0;
+#pragma unroll
+        for (int run = 0; run < 4; run++) runs[run] = four(run < 2 ? w.x : w.y, crumbs, bits, group, run);
+    }
     static __device__ __forceinline__ int code(const u8* record, Place p) {
         int place = p.step * 32 + p.lane, run = 2 * p.row + (p.e >> 2), byte = 8 * (p.e & 3);
         if (BITS == 8) return (int)((const i8*)record)[((p.step * 2 + p.group) * 32 + p.lane) * 16 + (p.e >> 2) * 8 + p.row * 4 + (p.e & 3)] + 128;
@@ -76,6 +91,26 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
         return make_float2(total0, total1);
     }
 
+    // Where scales are bf16 numbers, codes and biases are too: one operation rounds once what bf16(value()) rounds twice.
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        u32 runs[4];
+        Codes::runs_of(record, at, step, group, runs);
+        uint2 words = ((const uint2*)(record + SCALES))[at.g * GROUPS_A_ROW + (64 * step + 32 * group) / GROUP];
+        float2 row0 = both(words.x), row1 = both(words.y);
+        if (BITS == 2) {
+            four_value_fragments(runs, {FourValues(row0.x, row0.y), FourValues(row1.x, row1.y)}, a);
+        } else if (IS_BF16) {
+            u32 scales = pack_halves<true>(CODE_UNIT * row0.x, CODE_UNIT * row1.x);
+            make_fragments(a, [&](int run, int pair) {
+                int row = run >> 1;
+                return fma_pairs(code_pair<0>(runs[run], pair), half_twice(scales, row), half_twice(row ? words.y : words.x, 1));
+            });
+        } else {
+            minimum_fragments(runs, {HALF_UNIT * row0.x, HALF_UNIT * row1.x}, {row0.y, row1.y}, a);
+        }
+    }
+
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         int at = ((row & 7) * GROUPS_A_ROW + column / GROUP) * 2 + p.row;
@@ -110,6 +145,18 @@ struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
         return make_float2(d0.x * positive0 - d0.y * negative0, d1.x * positive1 - d1.y * negative1);
     }
 
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        u32 runs[4];
+        Codes::runs_of(record, at, step, group, runs);
+        u32 pair = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step);
+        u32 sc = pair & 0x0f0f, mn = pair >> 4 & 0x0f0f;
+        uint2 super = ((const uint2*)(record + SUPER))[at.g];
+        float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
+        four_value_fragments(runs, {FourValues(times_byte(d0.x, sc, 0), times_byte(-d0.y, mn, 0)),
+                                    FourValues(times_byte(d1.x, sc, 1), times_byte(-d1.y, mn, 1))}, a);
+    }
+
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         const u8* super = record + SUPER + 8 * (row & 7) + 4 * p.row;
@@ -140,6 +187,15 @@ struct Q3_K {  // d sc (code - 4), sc an int8 for each 16
         }
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
         return make_float2(d.x * total0, d.y * total1);
+    }
+
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        u32 runs[4];
+        Codes::runs_of(record, at, step, group, runs);
+        u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
+        float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
+        scaled_fragments<4>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -194,6 +250,18 @@ template <int STEPS, bool IS_MX> struct Fp8 : Stepped<STEPS> {
             }
         }
         return make_float2(total0, total1);
+    }
+
+    // Exact products, rounded once.
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        uint4 u = ((const uint4*)record)[(step * 2 + group) * 32 + at.index];
+        u32 runs[4] = {u.x, u.z, u.y, u.w};
+        float scales[2] = {scale_of(record, at.g, 2 * step + group, 0), scale_of(record, at.g, 2 * step + group, 1)};
+        make_fragments(a, [&](int run, int pair) {
+            float2 codes = two_halves(e4m3_as_halves(runs[run], 2 * pair));
+            return pack_halves<true>(codes.x * scales[run >> 1], codes.y * scales[run >> 1]);
+        });
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

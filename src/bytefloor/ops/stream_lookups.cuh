@@ -17,6 +17,43 @@ struct IQ4 {
 template <typename T> __device__ __forceinline__ u32 look_up_low(u32 codes) { return permute_signed(T::LOW0, T::LOW1, codes); }
 template <typename T> __device__ __forceinline__ u32 look_up_high(u32 codes) { return permute_signed(T::HIGH0, T::HIGH1, codes ^ 0x8888); }
 
+// Eight codes, nibbles in order, as pairs of 1 / UNIT of the table's values: exact.
+template <typename T> struct LookedUpPairs {
+    static constexpr float UNIT = CODE_UNIT;
+    static __device__ __forceinline__ void make(u32 codes, u32 (&pairs)[4]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // Of each code one magnitude is 0, so that no byte borrows.
+            u32 low = look_up_low<T>(codes >> 16 * half), high = look_up_high<T>(codes >> 16 * half);
+            u32 raised = T::LOW_IS_NEGATIVE ? (high | SIGNS) - low : (low | SIGNS) - high;
+            pairs[2 * half] = code_pair<128>(raised, 0), pairs[2 * half + 1] = code_pair<128>(raised, 1);
+        }
+    }
+};
+// A code moved to a bf16 number's sign, last two bits of exponent and first of mantissa is 2^-126 of its value, which the table
+// has doubled; a multiplication puts two copies of it in place.
+template <> struct LookedUpPairs<E2M1> {
+    static constexpr float UNIT = 2;
+    static __device__ __forceinline__ void make(u32 codes, u32 (&pairs)[4]) {
+        u32 even = codes & NIBBLES, odd = codes >> 4 & NIBBLES;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 apart = permute_signed(even, odd, 0x8480 + i * 0x1111);  // a byte's sign is 0
+            pairs[i] = multiply_pairs(apart * 0x1040 & 0x81c081c0u, 0x7e807e80u);
+        }
+    }
+};
+
+// The codes of a lane's two rows of a group, times their scales.
+template <typename T, typename SCALES, typename LANE>
+__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, const SCALES& scales, u32 (&a)[8]) {
+    uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
+    u32 rows[2][4];
+    LookedUpPairs<T>::make(u.x, rows[0]);
+    LookedUpPairs<T>::make(u.y, rows[1]);
+    make_fragments(a, [&](int run, int pair) { return scales.times(rows[run >> 1][2 * (run & 1) + pair], run >> 1); });
+}
+
 struct LookedUp {  // sums of codes of either table; their signs differ
     Sums low, high;
     template <typename T, typename MASK> __device__ __forceinline__ void add(u32 row0, u32 row1, uint2 x, MASK mask) {
@@ -43,14 +80,28 @@ template <typename T> __device__ __forceinline__ int looked_up(int code) {
 struct HalfScale {
     static constexpr int BYTES = 2;
     static __device__ __forceinline__ float load(const u8* p) { return half_as_float(p); }
+    static __device__ __forceinline__ SplitScales rows(const u8* p, float unit) { return {unit * load(p), unit * load(p + 2)}; }
+};
+struct PowerScales {  // E8M0 of rows g and g + 8 are bf16 numbers, the code their exponent, but for 2^-127
+    u32 pairs[2];
+    __device__ __forceinline__ u32 times(u32 pair, int row) const { return multiply_pairs(pair, pairs[row]); }
 };
 struct PowerScale {  // E8M0: 2^(e - 127), halved
     static constexpr int BYTES = 1;
     static __device__ __forceinline__ float load(const u8* p) { return __uint_as_float(*p > 1 ? (u32)(*p - 1) << 23 : 0x00200000u << *p); }
+    static __device__ __forceinline__ u32 pair(u32 e) {
+        u32 moved = e * 0x00800080u;
+        return moved > 0x00400040u ? moved : 0x00400040u;
+    }
+    // Whole: the unit is the 2 that halves take.
+    static __device__ __forceinline__ PowerScales rows(const u8* p, float) { return {pair(p[0]), pair(p[1])}; }
 };
 struct FloatScale {  // halved
     static constexpr int BYTES = 4;
     static __device__ __forceinline__ float load(const u8* p) { return *(const float*)p * 0.5f; }
+    static __device__ __forceinline__ SplitScales rows(const u8* p, float unit) {
+        return {unit * 0.5f * ((const float*)p)[0], unit * 0.5f * ((const float*)p)[1]};
+    }
 };
 
 // Of the GROUPS of a set, whose codes begin at this lane's first.
@@ -87,6 +138,12 @@ template <int STEPS, typename TABLE, typename SCALE, int GROUP, bool HAS_MINUS_Z
         return make_float2(total0, total1);
     }
 
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        const u8* scale = record + SCALES + (at.g * GROUPS_A_ROW + (64 * step + 32 * group) / GROUP) * 2 * SCALE::BYTES;
+        looked_up_fragments<TABLE>(record, at, step, group, SCALE::rows(scale, LookedUpPairs<TABLE>::UNIT), a);
+    }
+
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         int code = code_to_look_up(record, p);
@@ -120,6 +177,15 @@ struct IQ4_XS {  // d (sc table[code]), sc an int8 for each 32
         return make_float2(d.x * total0, d.y * total1);
     }
 
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
+        u32 sc = *(const unsigned short*)place ^ 0x8080;
+        float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
+        SplitScales scales(times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1));
+        looked_up_fragments<IQ4>(record, at, step, group, scales, a);
+    }
+
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
         Place p(row, column);
         int scale = ((const i8*)record)[SCALES + 4 * ((row & 7) * 4 + (column >> 5 & 3)) + 2 * (column >> 7) + p.row];
@@ -150,6 +216,14 @@ template <int STEPS, bool HAS_MINUS_ZERO> struct Nvfp4 : Stepped<STEPS> {
         }
         float2 whole = ((const float2*)(record + WHOLE))[at.g];
         return make_float2(0.5f * whole.x * total0, 0.5f * whole.y * total1);
+    }
+
+    // The scale of 16 times that of the row is rounded, where value() rounds the weight.
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        u32 codes = *(const unsigned short*)(record + SCALES + (4 * at.g + 2 * group + (at.t >> 1)) * 2 * STEPS + 2 * step);
+        float2 own = two_halves(e4m3_as_halves(codes, 0)), whole = ((const float2*)(record + WHOLE))[at.g];
+        looked_up_fragments<E2M1>(record, at, step, group, SplitScales(own.x * whole.x, own.y * whole.y), a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

@@ -43,6 +43,23 @@ template <bool IS_BF16> __device__ __forceinline__ u32 pack_halves(float a, floa
     return packed;
 }
 
+// A word with one half of `word` in both its halves: an operand of fma_pairs, which costs nothing there.
+__device__ __forceinline__ u32 half_twice(u32 word, int which) {
+    u32 out;
+    if (which)
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(out) : "r"(word));
+    else
+        asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(out) : "r"(word));
+    return out;
+}
+
+// a * b + c of two bf16 numbers a word, rounded once.
+__device__ __forceinline__ u32 fma_pairs(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
 // Codes `first` and `first` + 1 of four E4M3 ones as float16: exact.
 __device__ __forceinline__ u32 e4m3_as_halves(u32 codes, int first) {
 #if __CUDA_ARCH__ >= 890

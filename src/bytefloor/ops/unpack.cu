@@ -1,12 +1,12 @@
-// unpack: rows of a packed matrix back to float32, bit for bit what its format decodes to. out [n][K].
+// unpack: rows of a packed matrix back to float32, bit for bit what its format decodes to, times SCALE. out [n][K].
 // Row i of the output is row rows[i], or first + step * i where there is no list: gate and up lie by turns in one matrix.
-// Defined by the host: FORM, K.
+// Defined by the host: FORM, K, SCALE (1: nothing is rounded).
 extern "C" __global__ void unpack(const u8* packed, const long long* rows, int first, int step, int n, float* out) {
     wait_for_previous();
     constexpr int records = (K + FORM::COLUMNS - 1) / FORM::COLUMNS;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < (size_t)n * K; i += (size_t)gridDim.x * blockDim.x) {
         int at = i / K, column = i % K, row = rows ? (int)rows[at] : first + step * at;
         const u8* record = packed + ((size_t)(row / 16) * records + column / FORM::COLUMNS) * FORM::BYTES;
-        out[i] = FORM::value(record, row % 16, column % FORM::COLUMNS);
+        out[i] = SCALE * FORM::value(record, row % 16, column % FORM::COLUMNS);
     }
 }

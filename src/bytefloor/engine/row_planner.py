@@ -1,0 +1,394 @@
+"""The launches of many rows, a chunk of prompts, with their buffers: planned once for each padded number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytefloor.engine.cache import CachePlan, ceil_div
+from bytefloor.engine.kernels import KernelSpec, spec
+from bytefloor.engine.launches import Card
+from bytefloor.engine.packed import PackedWeights, matrix
+from bytefloor.engine.plan_rows import plan_attention_rows
+from bytefloor.engine.planner import Launch
+from bytefloor.engine.row_launches import (
+    glu_rows_grid,
+    heads_rows_grid,
+    norm_rows_grid,
+    plan_glu_rows,
+    plan_heads_rows,
+    plan_norm_rows,
+)
+from bytefloor.engine.row_products import (
+    MOST_SPLITS,
+    count_splits,
+    n_blocks,
+    pad_rows,
+    product_spec,
+    row_paddings,
+    tile_for,
+)
+from bytefloor.formats.lanes import STEP
+from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedPerLayer, FusedProduct
+from bytefloor.model.step import OpCall
+from bytefloor.model.weights import Weight
+from bytefloor.ops.rms_norm import reference as rms_norm
+
+UNPACK_THREADS = 256
+LOGITS_COPIES = 3
+"""Of the head's logits: planes added up, and the soft cap's terms."""
+PER_LAYER_COPIES = 5
+"""Of the per-layer inputs: the terms of a norm and a sum."""
+BLOCKS_A_MULTIPROCESSOR = 8
+
+RowStep = Launch | Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Float32 [n][rows][stride], which the consumer adds up."""
+
+    values: Tensor
+    n: int
+    stride: int
+    plane_stride: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last product, of the wanted rows alone, and what it leaves."""
+
+    launches: tuple[Launch, ...]
+    planes: Planes
+
+
+NOWHERE = torch.empty(0)
+"""Stands for every buffer while their sizes are found out."""
+
+
+class RowInputs:
+    """What a chunk takes from the host, int32 on the device, in one tensor that one copy fills.
+
+    rows: the most there may be. item_sizes: rows an item of attention has, of each kind of layer.
+    """
+
+    def __init__(self, rows: int, plan: CachePlan, tables: Mapping[str, int], item_rows: Sequence[int], device: torch.device) -> None:
+        self.item_rows = tuple(dict.fromkeys(item_rows))
+        sizes = {"positions": rows, "slots": rows, "sequence": rows, "wanted": rows}
+        sizes |= {f"items.{n}": 4 * self.n_items(rows, n, plan) for n in self.item_rows}
+        sizes |= {f"table.{name}": plan.n_sequences * n for name, n in tables.items()}
+        # Each on 16 bytes: an item is read at once.
+        self.sizes = {name: ceil_div(n, 4) * 4 for name, n in sizes.items()}
+        self.values = torch.zeros(sum(self.sizes.values()), dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def n_items(rows: int, item_rows: int, plan: CachePlan) -> int:
+        """The most pieces that so many rows of all sequences are cut into."""
+        return ceil_div(rows, item_rows) + plan.n_sequences
+
+    def start_of(self, name: str) -> int:
+        names = list(self.sizes)
+        return sum(self.sizes[other] for other in names[: names.index(name)])
+
+    def view(self, name: str) -> Tensor:
+        start = self.start_of(name)
+        return self.values[start : start + self.sizes[name]]
+
+
+class RowPlanner:
+    """Turns fused calls into launches over many rows.
+
+    most_rows: of a chunk. Everything is as large as the largest padding of them needs; what kernels do for rows of
+    padding is thrown away. UnsupportedError where a shape has no kernel.
+    """
+
+    def __init__(
+        self, fused: Sequence[Fused], weights: PackedWeights, plan: CachePlan, pools: Mapping[str, Tensor],
+        most_rows: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.fused, self.weights, self.plan, self.pools, self.device = fused, weights, plan, pools, device
+        properties = torch.cuda.get_device_properties(device)
+        self.card = Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+        self.paddings = row_paddings(most_rows)
+        layers = [call for call in fused if isinstance(call, FusedAttention)]
+        self._attention = {
+            kind: plan_attention_rows(kind, n_heads, plan, self.card)
+            for kind, n_heads in dict.fromkeys((layer.cache.kind, _n_heads(layer)) for layer in layers)
+        }
+        tables = {kind.name: plan.n_table(kind) for kind in self._attention}
+        item_rows = [rows for _, rows, _ in self._attention.values()]
+        self.inputs = RowInputs(self.paddings[-1], plan, tables, item_rows, device)
+        self._frequencies: dict[tuple[float, ...], Tensor] = {}
+        self._rooms: dict[str, Tensor] = {}
+        self._needed: dict[str, tuple[int, torch.dtype]] = {}
+        self._is_sizing = True
+        for pitch in self.paddings:
+            self.walk(pitch).head(pitch, is_real=False)
+        self._rooms = {name: torch.zeros(n, dtype=dtype, device=device) for name, (n, dtype) in self._needed.items()}
+        self._is_sizing = False
+
+    def _room(self, name: str, n: int, dtype: torch.dtype) -> Tensor:
+        """A buffer that all layers share: n values of it."""
+        if self._is_sizing:
+            self._needed[name] = (max(n, self._needed.get(name, (0, dtype))[0]), dtype)
+            return NOWHERE
+        return self._rooms[name]
+
+    def walk(self, pitch: int) -> Walk:
+        """The launches for a padded number of rows."""
+        return Walk(self, pitch)
+
+    def specs(self) -> list[KernelSpec]:
+        """Every kernel that any chunk takes."""
+        found: dict[KernelSpec, None] = {}
+        for pitch in self.paddings:
+            walk = self.walk(pitch)
+            launches = [*walk.trunk, *walk.head(pitch, is_real=False).launches]
+            found |= {launch.kernel: None for launch in launches if isinstance(launch, Launch)}
+        return list(found)
+
+    @property
+    def n_vocabulary(self) -> int:
+        head = self.fused[-2]
+        assert isinstance(head, FusedProduct)
+        return matrix(head.products[0]).shape[0]
+
+    def running_bytes(self) -> int:
+        """What a chunk takes while it runs: planes and logits of a row a sequence, per-layer inputs term by term."""
+        wanted = pad_rows(self.plan.n_sequences)
+        head = (MOST_SPLITS + LOGITS_COPIES) * wanted * self.n_vocabulary * 4
+        return max(head, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
+
+    def frequencies(self, call: OpCall | None) -> Tensor | None:
+        if call is None:
+            return None
+        table = call.attributes["inverse_frequencies"]
+        if table not in self._frequencies:
+            self._frequencies[table] = torch.tensor(table, dtype=torch.float64, device=self.device)
+        return self._frequencies[table]
+
+    def vector(self, weight: object) -> Tensor | None:
+        return self.weights.vector(weight) if isinstance(weight, Weight) else None
+
+    def attention(self, fused: FusedAttention) -> tuple[KernelSpec, int, int]:
+        return self._attention[fused.cache.kind]
+
+
+def _n_heads(fused: FusedAttention) -> int:
+    n_heads = fused.attention.sizes["H"]
+    assert isinstance(n_heads, int)
+    return n_heads
+
+
+class Walk:
+    """One walk over the fused list: where the values of each call lie is what it carries along.
+
+    trunk: all but the head, in order.
+    """
+
+    def __init__(self, planner: RowPlanner, pitch: int) -> None:
+        self.p, self.pitch = planner, pitch
+        width = planner.fused[0].replaces[0].sizes["D"]
+        assert isinstance(width, int)
+        self.width = width
+        self.x = planner._room("residual", pitch * width, torch.float32)
+        self.delta: Planes | None = None  # what the residual takes up next
+        self.tiles: Tensor | None = None  # what the next product without a norm reads
+        self.per_layer: Tensor | None = None
+        self.n_per_layer = 0
+        self.trunk = self._trunk()
+
+    def _trunk(self) -> list[RowStep]:
+        steps: list[RowStep] = []
+        for fused in self.p.fused[:-2]:
+            if isinstance(fused, FusedEmbed):
+                steps.append(self._embed(fused.call, self.x))
+            elif isinstance(fused, FusedPerLayer):
+                steps += self._per_layer(fused)
+            elif isinstance(fused, FusedProduct):
+                steps += self._product(fused)
+            elif isinstance(fused, FusedAttention):
+                steps += self._heads(fused)
+        return steps
+
+    def head(self, n_wanted: int, is_real: bool = True) -> Head:
+        """For a padded number of wanted rows, whose planes are made here if they are to be real."""
+        fused = self.p.fused[-2]
+        assert isinstance(fused, FusedProduct)
+        norm, tiles = self._norm(fused, self.p.inputs.view("wanted"), n_wanted)
+        weight = matrix(fused.products[0])
+        splits = count_splits([weight.shape[0]], weight.shape[1], n_wanted, self.p.card)
+        n_values = splits * n_wanted * weight.shape[0] if is_real else 0
+        out = torch.empty(n_values, dtype=torch.float32, device=self.p.device)
+        launch, planes = self._multiply(fused, [weight], tiles, n_wanted, splits, out)
+        return Head((norm, launch), planes)
+
+    def _embed(self, call: OpCall, out: Tensor) -> Launch:
+        """Rows of a table, times a constant."""
+        table = matrix(call, "table")
+        packed, step, offset = self.p.weights.packed_rows(table)
+        kernel = spec(
+            "unpack",
+            UNPACK_THREADS,
+            FORM=self.p.weights.form_of(table).name,
+            K=table.shape[1],
+            SCALE=float(call.attributes["scale"]),
+        )
+        grid = (self.p.card.n_multiprocessors * BLOCKS_A_MULTIPROCESSOR, 1)
+        return Launch(call.part, kernel, grid, (packed, self.p.inputs.tokens, offset, step, self.pitch, out))
+
+    def _per_layer(self, fused: FusedPerLayer) -> list[RowStep]:
+        """(norm(scaled projection) + the token's own row) * a constant, by torch: once a chunk."""
+        assert self.delta is not None
+        shape = fused.norm.output.shape if fused.norm.output is not None else ()
+        n_layers, width = shape[-2:]
+        assert isinstance(n_layers, int)
+        assert isinstance(width, int)
+        n = n_layers * width
+        own = self.p._room("per_layer.own", self.pitch * n, torch.float32)
+        out = self.p._room("per_layer", self.pitch * n, torch.float32)
+        projected, pitch, p = self.delta, self.pitch, self.p
+        weight, eps = p.vector(fused.norm.operands.get("weight")), fused.norm.attributes["eps"]
+        projected_scale, scale = fused.projected.attributes["factor"], fused.scaled.attributes["factor"]
+
+        def mix() -> None:
+            planes = projected.values[: projected.n * projected.plane_stride].view(projected.n, pitch, n_layers, width)
+            normed = rms_norm(planes.sum(0) * projected_scale, eps, weight)
+            mixed = (normed + own[: pitch * n].view(pitch, n_layers, width)) * scale
+            out[: pitch * n].view(pitch, n_layers, width).copy_(mixed)
+
+        self.per_layer, self.n_per_layer, self.delta = out, n, None
+        return [self._embed(fused.embed, own), mix]
+
+    def _norm(self, fused: FusedProduct, rows: Tensor | None, n_rows: int) -> tuple[Launch, Tensor]:
+        """What stands before a product: the residual's sum, norms, rounding."""
+        p, delta = self.p, self.delta if fused.has_delta else None
+        k = matrix(fused.products[0]).shape[1]
+        norm = fused.norm or fused.post_norm
+        kernel = plan_norm_rows(
+            k,
+            norm.attributes["eps"] if norm is not None else 0.0,
+            has_delta=delta is not None,
+            has_post_norm=fused.post_norm is not None,
+            has_scalar=fused.scalar is not None,
+            has_norm=fused.norm is not None,
+        )
+        tiles = self._tiles("normed", k, n_rows)
+        arguments = (
+            rows,
+            self.x,
+            delta.values if delta else None,
+            delta.n if delta else 0,
+            delta.plane_stride if delta else 0,
+            p.vector(fused.post_norm.operands.get("weight")) if fused.post_norm else None,
+            p.vector(fused.norm.operands.get("weight")) if fused.norm else None,
+            p.vector(fused.scalar),
+            tiles,
+            n_rows,
+            n_rows,
+        )
+        return Launch(fused.part, kernel, norm_rows_grid(kernel, n_rows, p.card), arguments), tiles
+
+    def _tiles(self, name: str, k: int, n_rows: int) -> Tensor:
+        """Row tiles of k columns, a buffer for each k: what no kernel writes stays zero."""
+        return self.p._room(f"{name}.{k}", ceil_div(k, STEP) * STEP * n_rows, torch.bfloat16)
+
+    def _product(self, fused: FusedProduct) -> list[RowStep]:
+        p, weights = self.p, [matrix(call) for call in fused.products]
+        steps: list[RowStep] = []
+        is_residual = fused.norm is not None or fused.has_delta or self.tiles is None
+        if is_residual:
+            norm, tiles = self._norm(fused, None, self.pitch)
+            steps.append(norm)
+        else:
+            assert self.tiles is not None
+            tiles = self.tiles
+        k, self.tiles, self.delta = weights[0].shape[1], None, None
+        if fused.is_pair:
+            launch, self.tiles = self._gate(fused, weights[0], tiles)
+            return [*steps, launch]
+        splits = count_splits([weight.shape[0] for weight in weights], k, self.pitch, p.card)
+        n = sum(weight.shape[0] for weight in weights)
+        out = p._room("planes", splits * self.pitch * n, torch.float32)
+        launch, self.delta = self._multiply(fused, weights, tiles, self.pitch, splits, out)
+        steps.append(launch)
+        if fused.factor is not None:
+            steps.append(self._factor(fused, n))
+        return steps
+
+    def _multiply(
+        self, fused: FusedProduct, weights: Sequence[Weight], tiles: Tensor, n_rows: int, splits: int, out: Tensor
+    ) -> tuple[Launch, Planes]:
+        p, sizes = self.p, [weight.shape[0] for weight in weights]
+        kernel = product_spec([p.weights.form_of(weight) for weight in weights], None, tile_for(n_rows), p.card)
+        packed, missing = [p.weights.packed(weight) for weight in weights], 3 - len(weights)
+        n, steps = sum(sizes), ceil_div(weights[0].shape[1], STEP)
+        arguments = (tiles, *packed, *[None] * missing, *sizes, *[0] * missing, out, n_rows, n_rows, n, steps, splits)
+        grid = (n_blocks(sizes, splits, n_rows, p.card), 1)
+        return Launch(fused.part, kernel, grid, arguments), Planes(out, splits, n, n_rows * n)
+
+    def _gate(self, fused: FusedProduct, gate: Weight, tiles: Tensor) -> tuple[Launch, Tensor]:
+        """Gate and up, which lie by turns in one matrix."""
+        assert fused.glu is not None
+        p, (n, k), activation = self.p, gate.shape, fused.glu.attributes["activation"]
+        kernel = product_spec([p.weights.form_of(gate)], activation, tile_for(self.pitch), p.card)
+        out = self._tiles("gated", n, self.pitch)
+        steps, pitch = ceil_div(k, STEP), self.pitch
+        arguments = (tiles, p.weights.packed(gate), None, None, 2 * n, 0, 0, out, pitch, pitch, pitch, steps, 1)
+        return Launch(fused.part, kernel, (n_blocks([2 * n], 1, pitch, p.card), 1), arguments), out
+
+    def _factor(self, fused: FusedProduct, n: int) -> Launch:
+        """An E model's gate times a slice of the per-layer inputs."""
+        assert fused.glu is not None
+        assert fused.factor is not None
+        assert self.per_layer is not None
+        assert self.delta is not None
+        kernel = plan_glu_rows(n, fused.glu.attributes["activation"])
+        gate, self.delta, self.tiles = self.delta, None, self._tiles("gated", n, self.pitch)
+        arguments = (
+            gate.values, gate.n, gate.plane_stride, self.per_layer, self.n_per_layer,
+            fused.factor.attributes["index"] * n, self.tiles, self.pitch, self.pitch,
+        )  # fmt: skip
+        return Launch(fused.part, kernel, glu_rows_grid(kernel, self.pitch), arguments)
+
+    def _heads(self, fused: FusedAttention) -> list[RowStep]:
+        """Norms, RoPE and the cache write; then attention over the pages."""
+        p, kind, heads = self.p, fused.cache.kind, _n_heads(fused)
+        assert self.delta is not None
+        y, e = self.delta, kind.head_size
+        norm = fused.q_norm or fused.v_norm
+        kernel = plan_heads_rows(fused, heads, norm.attributes["eps"] if norm is not None else 0.0, p.plan)
+        starts = [0]
+        if fused.owns_kv:
+            starts += [heads * e] if fused.has_v_from_k else [heads * e, (heads + kind.n_kv_heads) * e]
+        sources = [(y.values[start:], y.stride, y.n, y.plane_stride) for start in starts]
+        sources += [(None, 0, 0, 0)] * (3 - len(sources))
+        queries = p._room("queries", self.pitch * heads * e, torch.bfloat16)
+        key_weight = fused.attention.operands.get("k_norm") or (fused.k_norm and fused.k_norm.operands.get("weight"))
+        pool = p.pools[kind.name][fused.cache.index]
+        table = p.inputs.view(f"table.{kind.name}")
+        arguments = (
+            *(value for source in sources for value in source),
+            p.vector(fused.q_norm.operands.get("weight")) if fused.q_norm else None,
+            p.vector(key_weight),
+            p.frequencies(fused.rope),
+            *(p.inputs.view(name) for name in ("positions", "slots", "sequence")),
+            pool,
+            table,
+            p.plan.n_table(kind),
+            queries,
+            self.pitch,
+        )
+        attention, item_rows, blocks = p.attention(fused)
+        self.delta, self.tiles = None, self._tiles("attended", heads * e, self.pitch)
+        items = p.inputs.view(f"items.{item_rows}")
+        n_items = p.inputs.n_items(self.pitch, item_rows, p.plan)
+        mixed = (queries, pool, table, p.plan.n_table(kind), items, self.tiles, self.pitch)
+        return [
+            Launch(fused.part, kernel, heads_rows_grid(kernel, self.pitch, p.card), arguments),
+            Launch(fused.part, attention, (n_items, blocks), mixed),
+        ]

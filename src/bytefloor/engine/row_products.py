@@ -1,0 +1,130 @@
+"""How products of many rows of activations are cut: kernels, tiles and parts of K, decided without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bytefloor.engine.cache import ceil_div
+from bytefloor.engine.kernels import KernelSpec, spec
+from bytefloor.engine.launches import ACTIVATIONS, RESERVED_BYTES, Card
+from bytefloor.errors import UnsupportedError
+from bytefloor.formats.lanes import ROWS, STEP, StreamForm
+
+MOST_SPLITS = 8
+ALIGNMENT_BYTES = 1024
+"""Tiles of x begin on these: what a block may lose of its shared memory."""
+BARRIER_BYTES = 16
+"""Of each slot of a ring: one for full, one for empty."""
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """A block's shape. n_rows: of x. warpgroups: with 64 rows of W each. blocks: of a multiprocessor.
+
+    registers, left_registers: of a lane that multiplies and of one that does not, where warpgroups can choose: all
+    together what the block was launched with.
+    """
+
+    n_rows: int
+    warpgroups: int
+    blocks: int
+    registers: int
+    left_registers: int
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def weight_rows(self) -> int:
+        return 64 * self.warpgroups
+
+
+TILES = (
+    RowTile(32, 2, 2, 104, 24),
+    RowTile(64, 2, 2, 104, 24),
+    RowTile(128, 3, 1, 160, 32),
+    RowTile(256, 2, 1, 232, 40),
+)
+"""Few rows leave the tensor cores waiting for the weights' unpacking, which more warps do faster; many need registers."""
+
+
+def pad_rows(n: int) -> int:
+    """Rows that a chunk of n has room for: one of a few numbers, so that its launches are planned once for each."""
+    for tile in TILES:
+        if n <= tile.n_rows:
+            return tile.n_rows
+    return ceil_div(n, TILES[-1].n_rows) * TILES[-1].n_rows
+
+
+def row_paddings(n: int) -> tuple[int, ...]:
+    """All that ``pad_rows`` gives for up to n rows."""
+    return tuple(sorted({pad_rows(i) for i in (*(tile.n_rows for tile in TILES), *range(1, n + 1)) if i <= pad_rows(n)}))
+
+
+def tile_for(pitch: int) -> RowTile:
+    """The tile of a padded number of rows."""
+    return next(tile for tile in TILES if tile.n_rows == min(pitch, TILES[-1].n_rows))
+
+
+def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowTile, card: Card) -> KernelSpec:
+    """The kernel for matrices of these forms side by side, with GLU where there is an activation.
+
+    UnsupportedError where two slots of weights do not fit in shared memory beside two tiles.
+    """
+    slot = max(form.n_bytes(ROWS, form.columns) for form in forms) * 4 * tile.warpgroups
+    tile_bytes = tile.n_rows * STEP * 2
+    room = card.multiprocessor_bytes // tile.blocks - RESERVED_BYTES - ALIGNMENT_BYTES
+    slots_x = min(5, max(2, (room - 3 * slot) // (tile_bytes + BARRIER_BYTES)))
+    slots_w = min(8, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
+    if slots_w < 2:
+        raise UnsupportedError(f"{forms[0].name}: no room for two slots of {slot} bytes beside tiles of {tile.n_rows} rows")
+    return spec(
+        "product_rows",
+        tile.threads,
+        ALIGNMENT_BYTES + slots_x * tile_bytes + slots_w * slot + (slots_x + slots_w) * BARRIER_BYTES,
+        SEGMENTS=" ".join(f"S({i}, {form.name})" for i, form in enumerate(forms)),
+        TILE=tile.n_rows,
+        GROUPS=tile.warpgroups,
+        BLOCKS=tile.blocks,
+        REGISTERS=tile.registers,
+        LEFT_REGISTERS=tile.left_registers,
+        SLOTS_W=slots_w,
+        SLOTS_X=slots_x,
+        SLOT_BYTES=slot,
+        GLU=ACTIVATIONS[activation],
+    )
+
+
+def count_splits(sizes: Sequence[int], k: int, pitch: int, card: Card) -> int:
+    """Parts that K is cut in: as many as let the card's blocks end together, less what summing the parts costs.
+
+    sizes: rows of each matrix. In steps of 64 columns of one item: a part costs its steps and some to begin and to end;
+    a plane more is written and read again.
+    """
+    tile, steps = tile_for(pitch), ceil_div(k, STEP)
+    units = steps // 4 if steps % 4 == 0 else 1
+    items = sum(ceil_div(n, tile.weight_rows) for n in sizes) * ceil_div(pitch, tile.n_rows)
+    blocks = card.n_multiprocessors * tile.blocks
+    plane_steps = sum(sizes) * pitch * 8 / (blocks * _BYTES_A_STEP)
+
+    def cost(splits: int) -> float:
+        rounds = ceil_div(items * splits, blocks)
+        return rounds * (4 * ceil_div(units, splits) + _STEPS_AN_ITEM) + splits * plane_steps
+
+    if units == 1:
+        return 1
+    return min(range(1, min(MOST_SPLITS, units) + 1), key=cost)
+
+
+_STEPS_AN_ITEM = 6
+_BYTES_A_STEP = 16384
+"""What a block writes to memory and reads back while it multiplies 64 columns."""
+
+
+def n_blocks(sizes: Sequence[int], splits: int, pitch: int, card: Card) -> int:
+    """Blocks of a launch: one for each item, or as many as the card has at once."""
+    tile = tile_for(pitch)
+    items = sum(ceil_div(n, tile.weight_rows) for n in sizes) * ceil_div(pitch, tile.n_rows) * splits
+    return min(items, card.n_multiprocessors * tile.blocks)

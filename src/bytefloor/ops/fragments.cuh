@@ -1,0 +1,96 @@
+// From codes to bf16 weights: what the forms' `fragments` are made of. See stream.cuh.
+//
+// A lane's sixteen weights of a group of 32 columns are 4 runs of 4: run 2 row + half is elements 4 half .. 4 half + 3 of row g
+// or g + 8, mostly a word of bytes. A weight costs two or three instructions, so codes are not converted but read as what they
+// are: a byte with zeros above it is the bf16 number 2^-133 byte and the float16 2^-24 byte, for all of its 256 values.
+//
+// Symmetric forms. One fused operation of bf16 takes a byte to (byte - offset) / 64, exact. A float32 scale is two bf16 numbers,
+// high + low, and
+//   bf16(code * high + bf16(code * low))
+// is at most 2^-17 of the weight from code * scale before it is rounded: one weight in some hundreds is the neighbour of the
+// bf16 number that is nearest.
+// Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all forms.
+//
+// Integer instructions have half the rate of multiplications: what can be a multiplication is one.
+#pragma once
+
+// a[4 half + 2 pair + row] = elements 4 half + 2 pair and the next of a row, as make(run, pair) gives them.
+template <typename MAKE> __device__ __forceinline__ void make_fragments(u32 (&a)[8], MAKE make) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) a[i] = make(2 * (i & 1) + (i >> 2), i >> 1 & 1);
+}
+
+constexpr u32 NO_PAIR = 0x80008000;  // -0 leaves a product as it is
+
+__device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) { return fma_pairs(a, b, NO_PAIR); }
+__device__ __forceinline__ u32 pair_of(float v) { return pack_halves<true>(v, v); }
+
+// What scales are multiplied by for codes that are bf16 pairs, and for those read as float16.
+constexpr float CODE_UNIT = 64.f, HALF_UNIT = 16777216.f;
+
+// Bytes 2 pair and 2 pair + 1 of a word, zeros above each.
+__device__ __forceinline__ u32 two_bytes(u32 bytes, int pair) { return __byte_perm(bytes, 0, pair ? 0x4342 : 0x4140); }
+__device__ __forceinline__ float2 two_halves(u32 word) { return __half22float2(*(const __half2*)&word); }
+
+// (byte - OFFSET) / CODE_UNIT.
+template <int OFFSET> __device__ __forceinline__ u32 code_pair(u32 bytes, int pair) {
+    static_assert(OFFSET == 0 || OFFSET == 4 || OFFSET == 8 || OFFSET == 16 || OFFSET == 32 || OFFSET == 128, "known as bf16");
+    constexpr u32 offset = OFFSET == 0    ? 0x8000
+                           : OFFSET == 4  ? 0xbd80
+                           : OFFSET == 8  ? 0xbe00
+                           : OFFSET == 16 ? 0xbe80
+                           : OFFSET == 32 ? 0xbf00
+                                          : 0xc000;
+    return fma_pairs(two_bytes(bytes, pair), 0x7f007f00u, offset * 0x10001u);
+}
+
+struct SplitScales {  // of rows g and g + 8: both highs in a word, and both lows
+    u32 high, low;
+    __device__ __forceinline__ SplitScales(float scale0, float scale1) : high(pack_halves<true>(scale0, scale1)) {
+        low = pack_halves<true>(scale0 - __uint_as_float(high << 16), scale1 - __uint_as_float(high & 0xffff0000u));
+    }
+    __device__ __forceinline__ u32 times(u32 pair, int row) const {
+        return fma_pairs(pair, half_twice(high, row), multiply_pairs(pair, half_twice(low, row)));
+    }
+};
+
+// A byte below 128, or a signed one whose sign has been flipped, times a scale of 16 bits: exact. What the float made of the byte
+// has beside it, 128 and 32768, is taken off in the same operation.
+__device__ __forceinline__ float times_byte(float scale, u32 word, int which) {
+    return fmaf(__uint_as_float(__byte_perm(word, 0x43000000u, 0x7044 | which << 8)), scale, -128.f * scale);
+}
+__device__ __forceinline__ float times_flipped(float scale, u32 word, int which) {
+    return fmaf(__uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | which << 4)), scale, -(32768.f + 128.f) * scale);
+}
+
+// Bytes less OFFSET times scales that are multiplied by CODE_UNIT.
+template <int OFFSET>
+__device__ __forceinline__ void scaled_fragments(const u32 (&runs)[4], float scale0, float scale1, u32 (&a)[8]) {
+    SplitScales scales(scale0, scale1);
+    make_fragments(a, [&](int run, int pair) { return scales.times(code_pair<OFFSET>(runs[run], pair), run >> 1); });
+}
+
+// Bytes times scales that are multiplied by HALF_UNIT, plus minimums.
+__device__ __forceinline__ void minimum_fragments(const u32 (&runs)[4], const float (&scales)[2], const float (&minimums)[2],
+                                                  u32 (&a)[8]) {
+    make_fragments(a, [&](int run, int pair) {
+        float2 codes = two_halves(two_bytes(runs[run], pair));
+        float scale = scales[run >> 1], minimum = minimums[run >> 1];
+        return pack_halves<true>(fmaf(codes.x, scale, minimum), fmaf(codes.y, scale, minimum));
+    });
+}
+
+struct FourValues {  // those that codes of two bits stand for, of one row: a table for a byte permutation
+    u32 low, high;
+    __device__ __forceinline__ FourValues(float scale, float minimum)
+        : low(pack_halves<true>(minimum, scale + minimum)),
+          high(pack_halves<true>(fmaf(2.f, scale, minimum), fmaf(3.f, scale, minimum))) {}
+};
+
+// Byte c of a run becomes the selectors of the two bytes of value c: 2c and 2c + 1.
+__device__ __forceinline__ void four_value_fragments(const u32 (&runs)[4], const FourValues (&rows)[2], u32 (&a)[8]) {
+    make_fragments(a, [&](int run, int pair) {
+        u32 select = runs[run] * 0x22 + 0x10101010u;
+        return permute_signed(rows[run >> 1].low, rows[run >> 1].high, pair ? select >> 16 : select);
+    });
+}

@@ -1,0 +1,239 @@
+// product_rows: y = x W^T for many rows of activations, 17 and more, on tensor cores. Weights come from packed stream records, become
+// bf16 in registers and are multiplied with bf16 activations in shared memory; sums in float32.
+//
+// x: bf16 row tiles [K / 64][pitch / 8][8][64], see row_tiles.cuh. Up to three matrices in one launch, each packed as its own form says:
+// w0 .. w2, n0 .. n2 rows each (0: none), side by side in y. y float32 [splits][n_rows][y_stride]: parts of the sum over K, which
+// the consumer adds in order; or with GLU, where rows of gate and up alternate, bf16 row tiles of act(gate) * up, y_stride their pitch.
+// Approximate: a weight is rounded to bf16 once (its last float32 bit may differ before), an activation was.
+//
+// A block has 128 rows of W and TILE rows of x at a time. Of its warps the ninth fills two rings in shared memory: records of W, and
+// tiles of x of 64 columns. Two warpgroups have 64 rows of W each: every warp turns its own record into fragments, a group of
+// 32 columns at a time, while the products of the group before are under way. So a weight is read from L2 or memory once for TILE rows
+// and never written back, and unpacking costs about as many issue slots as there are to spare beside 128 rows.
+//
+// Items (128 rows of W, TILE rows of x, a part of K) are dealt to the blocks by turns, those that share rows of W side by side.
+//
+// Defined by the host: SEGMENTS, S(index, form) for each matrix; TILE (16 .. 256), GROUPS (warpgroups that multiply), BLOCKS
+// (of a multiprocessor), REGISTERS and LEFT_REGISTERS (of a thread that multiplies, of the others), SLOTS_W, SLOTS_X, SLOT_BYTES (of the
+// block's records of the largest form), GLU (0, 1 silu, 2 gelu).
+#include "warpgroup.cuh"
+
+constexpr int WARPS = 4 * GROUPS, ROWS_W = 16 * WARPS, TILE_BYTES = TILE * 128;
+constexpr int AT_W = SLOTS_X * TILE_BYTES, AT_BARRIERS = AT_W + SLOTS_W * SLOT_BYTES;
+
+struct Turn {  // of a ring: which slot, and the parity of its use
+    int slot = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next(int n_slots) {
+        if (++slot == n_slots) slot = 0, parity ^= 1;
+    }
+};
+
+struct Rings {
+    u8* base;
+    Turn w, x;
+    __device__ __forceinline__ u64* barrier(int i) const { return (u64*)(base + AT_BARRIERS) + i; }
+    __device__ __forceinline__ u64* full_x(int slot) const { return barrier(slot); }
+    __device__ __forceinline__ u64* empty_x(int slot) const { return barrier(SLOTS_X + slot); }
+    __device__ __forceinline__ u64* full_w(int slot) const { return barrier(2 * SLOTS_X + slot); }
+    __device__ __forceinline__ u64* empty_w(int slot) const { return barrier(2 * SLOTS_X + SLOTS_W + slot); }
+    __device__ __forceinline__ u8* tile(int slot) const { return base + slot * TILE_BYTES; }
+    __device__ __forceinline__ u8* records(int slot) const { return base + AT_W + slot * SLOT_BYTES; }
+};
+
+struct Item {
+    int segment, row, n, column, first_x, first_k, end_k, split;  // first row of W, rows of W, its column in y, columns of K by 64
+};
+
+struct Items {
+    int n0, n1, n2, n_x, splits, steps;
+    static __device__ __forceinline__ int tiles(int n) { return (n + ROWS_W - 1) / ROWS_W; }
+    __device__ __forceinline__ int tiles() const { return tiles(n0) + tiles(n1) + tiles(n2); }
+    __device__ __forceinline__ int count() const { return tiles() * n_x * splits; }
+    __device__ __forceinline__ Item operator[](int i) const {
+        Item item;
+        int x_tile = i % n_x, w_tile = i / n_x % tiles();
+        item.split = i / n_x / tiles();
+        item.segment = (w_tile >= tiles(n0)) + (w_tile >= tiles(n0) + tiles(n1));
+        item.row = (w_tile - (item.segment > 0 ? tiles(n0) : 0) - (item.segment > 1 ? tiles(n1) : 0)) * ROWS_W;
+        item.n = item.segment == 0 ? n0 : item.segment == 1 ? n1 : n2;
+        item.column = (item.segment > 0 ? n0 : 0) + (item.segment > 1 ? n1 : 0) + item.row;
+        item.first_x = x_tile * TILE;
+        // Whole records of any form: four times 64 columns, or all that there are.
+        int unit = steps % 4 ? steps : 4, units = steps / unit;
+        item.first_k = units * item.split / splits * unit;
+        item.end_k = units * (item.split + 1) / splits * unit;
+        return item;
+    }
+};
+
+__device__ __forceinline__ void fill(void* to, const void* from, u32 bytes, u64* full, int lane) {
+#if BULK
+    bulk_copy(to, from, bytes, full);
+#else
+    for (u32 i = lane * 16; i < bytes; i += 512) copy_async((u8*)to + i, (const u8*)from + i);
+#endif
+}
+__device__ __forceinline__ void begin_fill(u64* full, u32 bytes) {
+#if BULK
+    barrier_expect(full, bytes);
+#endif
+}
+__device__ __forceinline__ void end_fill(u64* full) {
+#if !BULK
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(full)) : "memory");
+#endif
+}
+
+template <typename FORM>
+__device__ __forceinline__ void produce(Rings& rings, const Item& item, const u8* w, const u8* x, int steps, int pitch, bool& has_waited, int lane) {
+    constexpr int STEPS = FORM::COLUMNS / 64;
+    int n_records = steps / STEPS, last_tile = (item.n - 1) / 16;
+    for (int k = item.first_k; k < item.end_k; k += STEPS) {
+        barrier_wait(rings.empty_w(rings.w.slot), rings.w.parity ^ 1);
+        u64* full = rings.full_w(rings.w.slot);
+        begin_fill(full, WARPS * FORM::BYTES);
+        for (int i = 0; i < WARPS; i++)
+            fill(rings.records(rings.w.slot) + i * FORM::BYTES,
+                 w + ((size_t)min(item.row / 16 + i, last_tile) * n_records + k / STEPS) * FORM::BYTES, FORM::BYTES, full, lane);
+        end_fill(full);
+        rings.w.next(SLOTS_W);
+        if (!has_waited) wait_for_previous(), has_waited = true;  // weights are nobody's output
+        for (int step = 0; step < STEPS; step++) {
+            barrier_wait(rings.empty_x(rings.x.slot), rings.x.parity ^ 1);
+            full = rings.full_x(rings.x.slot);
+            begin_fill(full, TILE_BYTES);
+            fill(rings.tile(rings.x.slot), x + ((size_t)(k + step) * pitch + item.first_x) * 128, TILE_BYTES, full, lane);
+            end_fill(full);
+            rings.x.next(SLOTS_X);
+        }
+    }
+}
+
+__device__ __forceinline__ void leave(u64* empty, int lane) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+}
+
+template <typename FORM>
+__device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& rings, const Item& item, const Lane& at, int warp) {
+    constexpr int STEPS = FORM::COLUMNS / 64;
+    u32 front[8], back[8];
+    int last = -1;  // the slot of x that products may still be reading
+    for (int k = item.first_k; k < item.end_k; k += STEPS) {
+        barrier_wait(rings.full_w(rings.w.slot), rings.w.parity);
+        const u8* record = rings.records(rings.w.slot) + warp * FORM::BYTES;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            FORM::fragments(record, at, step, 0, front);
+            barrier_wait(rings.full_x(rings.x.slot), rings.x.parity);
+            const u8* tile = rings.tile(rings.x.slot);
+            begin_products();
+            multiply_fragments<TILE>(c, front, tile, 0);
+            multiply_fragments<TILE>(c, front + 4, tile, 1);
+            commit_products();
+            wait_products<1>();
+            if (last >= 0) leave(rings.empty_x(last), at.index);
+            FORM::fragments(record, at, step, 1, back);
+            begin_products();
+            multiply_fragments<TILE>(c, back, tile, 2);
+            multiply_fragments<TILE>(c, back + 4, tile, 3);
+            commit_products();
+            wait_products<1>();
+            last = rings.x.slot;
+            rings.x.next(SLOTS_X);
+        }
+        leave(rings.empty_w(rings.w.slot), at.index);
+        rings.w.next(SLOTS_W);
+    }
+    wait_products<0>();
+    settle(c);
+    if (last >= 0) leave(rings.empty_x(last), at.index);
+}
+
+#if GLU
+#include "activation.cuh"
+
+// Lane 4 g + t has gate (even g) or up (odd g) of rows g and g + 8 for rows 2 t and 2 t + 1 of each eight of x. Two exchanges, and it has a
+// pair of outputs of one row of x: elements that are neighbours, from the first or the second eight rows.
+__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, const Item& item, int n_rows, int pitch, const Lane& at, int warp) {
+    bool is_up = at.g & 1, is_late = at.g >> 1 & 1;
+    int first = item.row / 2 + warp / 4 * 32;  // a warpgroup has a whole group of outputs, a warp the eight of lane t = warp % 4
+    if (item.row / 2 + warp * 8 >= item.n / 2) return;
+    int chunk = first % 64 / 32 * 4 + is_late * 2 + (at.g >> 2), row = 2 * at.t + is_up;
+    u8* atom = y + ((size_t)(first / 64) * pitch + item.first_x) * 128 + row * 128 + ((chunk ^ row) << 4) + warp % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < TILE / 8; i++) {
+        float out[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float mine = is_up ? c[i][2 * half + 1] : c[i][2 * half], other = is_up ? c[i][2 * half] : c[i][2 * half + 1];
+            other = __shfl_xor_sync(~0u, other, 4);
+            out[half] = is_up ? activate(other) * mine : activate(mine) * other;
+        }
+        float given = __shfl_xor_sync(~0u, is_late ? out[0] : out[1], 8), kept = is_late ? out[1] : out[0];
+        if (item.first_x + i * 8 + row < n_rows) *(u32*)(atom + i * 1024) = is_late ? pack_halves<true>(given, kept) : pack_halves<true>(kept, given);
+    }
+}
+#else
+__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, const Item& item, int n_rows, int y_stride, const Lane& at, int warp) {
+    float* out = (float*)y + ((size_t)item.split * n_rows + item.first_x + 2 * at.t) * y_stride + item.column + warp * 16 + at.g;
+    int left = n_rows - item.first_x - 2 * at.t, row = item.row + warp * 16 + at.g;
+#pragma unroll
+    for (int i = 0; i < TILE / 8; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (i * 8 + j < left) {
+                float* to = out + (size_t)(i * 8 + j) * y_stride;
+                if (row < item.n) to[0] = c[i][j];
+                if (row + 8 < item.n) to[8] = c[i][2 + j];
+            }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, BLOCKS)
+    product_rows(const u8* x, const u8* w0, const u8* w1, const u8* w2, int n0, int n1, int n2, u8* y, int n_rows, int pitch, int y_stride,
+                 int steps, int splits) {
+    extern __shared__ u8 shared[];
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    Rings rings;
+    rings.base = shared + (-shared_address(shared) & 1023);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * SLOTS_X + 2 * SLOTS_W; i++) {
+            bool is_full = i < SLOTS_X || (i >= 2 * SLOTS_X && i < 2 * SLOTS_X + SLOTS_W);
+            barrier_init(rings.barrier(i), is_full ? FILLERS : WARPS);
+        }
+        barriers_are_set();
+    }
+    __syncthreads();
+    let_next_start();
+    Items items{n0, n1, n2, (n_rows + TILE - 1) / TILE, splits, steps};
+    int n_items = items.count();
+    if (warp >= WARPS) {
+        leave_registers<LEFT_REGISTERS>();
+        if (warp > WARPS || lane >= FILLERS) return;
+        bool has_waited = false;
+        for (int i = blockIdx.x; i < n_items; i += gridDim.x) {
+            Item item = items[i];
+#define S(index, ...) \
+    if (item.segment == index) produce<__VA_ARGS__>(rings, item, index == 0 ? w0 : index == 1 ? w1 : w2, x, steps, pitch, has_waited, lane);
+            SEGMENTS
+#undef S
+        }
+        return;
+    }
+    take_registers<REGISTERS>();
+    Lane at(lane);
+    wait_for_previous();
+    for (int i = blockIdx.x; i < n_items; i += gridDim.x) {
+        Item item = items[i];
+        float c[TILE / 8][4];
+#pragma unroll
+        for (int m = 0; m < TILE / 8; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0;
+#define S(index, ...) \
+    if (item.segment == index) multiply_item<__VA_ARGS__>(c, rings, item, at, warp);
+        SEGMENTS
+#undef S
+        store(c, y, item, n_rows, y_stride, at, warp);
+    }
+}
