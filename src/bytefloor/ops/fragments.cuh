@@ -54,13 +54,15 @@ struct SplitScales {  // of rows g and g + 8: both highs in a word, and both low
     }
 };
 
-// A byte below 128, or a signed one whose sign has been flipped, times a scale of 16 bits: exact. What the float made of the byte
-// has beside it, 128 and 32768, is taken off in the same operation.
-__device__ __forceinline__ float times_byte(float scale, u32 word, int which) {
-    return fmaf(__uint_as_float(__byte_perm(word, 0x43000000u, 0x7044 | which << 8)), scale, -128.f * scale);
-}
+// A signed byte whose sign has been flipped times a scale of 16 bits: exact. What the float made of the byte has beside it, 2^15,
+// is taken off in the same operation.
 __device__ __forceinline__ float times_flipped(float scale, u32 word, int which) {
     return fmaf(__uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | which << 4)), scale, -(32768.f + 128.f) * scale);
+}
+// Bytes 0 and 1 of a word times the scales of two rows: exact too.
+__device__ __forceinline__ float2 times_bytes(float scale0, float scale1, u32 word) {
+    float2 bytes = two_halves(two_bytes(word, 0));
+    return make_float2(bytes.x * (HALF_UNIT * scale0), bytes.y * (HALF_UNIT * scale1));
 }
 
 // Bytes less OFFSET times scales that are multiplied by CODE_UNIT.
@@ -77,6 +79,16 @@ __device__ __forceinline__ void minimum_fragments(const u32 (&runs)[4], const fl
         float2 codes = two_halves(two_bytes(runs[run], pair));
         float scale = scales[run >> 1], minimum = minimums[run >> 1];
         return pack_halves<true>(fmaf(codes.x, scale, minimum), fmaf(codes.y, scale, minimum));
+    });
+}
+
+// The same of nibbles, low ones of run 0 and high ones of run 1, whose place is 16 times as much: two of four bytes at once.
+__device__ __forceinline__ void nibble_fragments(uint2 u, const float (&scales)[2], const float (&minimums)[2], u32 (&a)[8]) {
+    make_fragments(a, [&](int run, int pair) {
+        u32 row = run < 2 ? u.x : u.y, mask = run & 1 ? 0x00f000f0 : 0x000f000f;
+        float2 even = two_halves(row & mask), odd = two_halves(row >> 8 & mask);
+        float scale = run & 1 ? scales[run >> 1] * 0.0625f : scales[run >> 1], minimum = minimums[run >> 1];
+        return pack_halves<true>(fmaf(pair ? even.y : even.x, scale, minimum), fmaf(pair ? odd.y : odd.x, scale, minimum));
     });
 }
 

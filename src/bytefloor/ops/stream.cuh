@@ -178,16 +178,18 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
     // Two rows' scales, or minimums, of group 2 step + group are two bytes side by side.
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
-        uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
-        u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[at.index * 4 + step] : 0, runs[4];
-        nibble_runs<HAS_FIFTH>(u, plane, group, runs);
         const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
         u32 sc = *(const unsigned short*)place, mn = *(const unsigned short*)(place + MINIMUMS - SCALES);
-        uint2 super = ((const uint2*)(record + SUPER))[at.g];
+        uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group], super = ((const uint2*)(record + SUPER))[at.g];
         float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
-        float scales[2] = {times_byte(HALF_UNIT * d0.x, sc, 0), times_byte(HALF_UNIT * d1.x, sc, 1)};
-        float minimums[2] = {times_byte(-d0.y, mn, 0), times_byte(-d1.y, mn, 1)};
-        minimum_fragments(runs, scales, minimums, a);
+        float2 s = times_bytes(HALF_UNIT * d0.x, HALF_UNIT * d1.x, sc), m = times_bytes(-d0.y, -d1.y, mn);
+        if (HAS_FIFTH) {
+            u32 plane = ((const u32*)(record + HIGH))[at.index * 4 + step], runs[4];
+            nibble_runs<true>(u, plane, group, runs);
+            minimum_fragments(runs, {s.x, s.y}, {m.x, m.y}, a);
+        } else {
+            nibble_fragments(u, {s.x, s.y}, {m.x, m.y}, a);
+        }
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -304,12 +306,17 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         int place = step * 32 + at.index, scale = Base::scale_at(at.g, 64 * step + 32 * group);
+        uint2 u = ((const uint2*)record)[place * 2 + group];
         u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[place] : 0, runs[4];
-        nibble_runs<HAS_FIFTH>(((const uint2*)record)[place * 2 + group], plane, group, runs);
+        nibble_runs<HAS_FIFTH>(u, plane, group, runs);
         if (HAS_MINIMUM) {
             uint2 pair = ((const uint2*)(record + SCALES))[scale];
             float2 d0 = two_halves(pair.x), d1 = two_halves(pair.y);
-            minimum_fragments(runs, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
+            float scales[2] = {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, minimums[2] = {d0.y, d1.y};
+            if (HAS_FIFTH)
+                minimum_fragments(runs, scales, minimums, a);
+            else
+                nibble_fragments(u, scales, minimums, a);
         } else {
             float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
             scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
