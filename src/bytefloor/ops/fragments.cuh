@@ -7,9 +7,10 @@
 // Symmetric forms. One fused operation of bf16 takes a byte to (byte - offset) / 64, exact. A float32 scale is two bf16 numbers,
 // high + low, and
 //   bf16(code * high + bf16(code * low))
-// is at most 2^-17 of the weight from code * scale before it is rounded: one weight in some hundreds is the neighbour of the
-// bf16 number that is nearest.
-// Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all forms.
+// is at most 2^-17 of the weight from code * scale before it is rounded: less than one weight in a thousand is the
+// neighbour of the bf16 number that is nearest to value().
+// Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all
+// those forms, so a fused operation changes nothing.
 //
 // Integer instructions have half the rate of multiplications: what can be a multiplication is one.
 #pragma once
@@ -23,7 +24,6 @@ template <typename MAKE> __device__ __forceinline__ void make_fragments(u32 (&a)
 constexpr u32 NO_PAIR = 0x80008000;  // -0 leaves a product as it is
 
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) { return fma_pairs(a, b, NO_PAIR); }
-__device__ __forceinline__ u32 pair_of(float v) { return pack_halves<true>(v, v); }
 
 // What scales are multiplied by for codes that are bf16 pairs, and for those read as float16.
 constexpr float CODE_UNIT = 64.f, HALF_UNIT = 16777216.f;
@@ -54,8 +54,8 @@ struct SplitScales {  // of rows g and g + 8: both highs in a word, and both low
     }
 };
 
-// A signed byte whose sign has been flipped times a scale of 16 bits: exact. What the float made of the byte has beside it, 2^15,
-// is taken off in the same operation.
+// A signed byte whose sign has been flipped times a scale of 16 bits: exact. What the float made of the byte has beside
+// it, 2^15, is taken off in the same operation.
 __device__ __forceinline__ float times_flipped(float scale, u32 word, int which) {
     return fmaf(__uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | which << 4)), scale, -(32768.f + 128.f) * scale);
 }

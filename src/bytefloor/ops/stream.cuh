@@ -117,6 +117,15 @@ template <bool HAS_FIFTH> __device__ __forceinline__ void nibble_runs(uint2 u, u
     }
 }
 
+// Codes of four or five bits with minimums.
+template <bool HAS_FIFTH>
+__device__ __forceinline__ void raised_fragments(uint2 u, u32 plane, int group, const float (&scales)[2], const float (&minimums)[2],
+                                                 u32 (&a)[8]) {
+    u32 runs[4];
+    nibble_runs<HAS_FIFTH>(u, plane, group, runs);
+    HAS_FIFTH ? minimum_fragments(runs, scales, minimums, a) : nibble_fragments(u, scales, minimums, a);
+}
+
 // The two groups of a step, of 4-bit codes or with a fifth bit.
 template <bool HAS_FIFTH, typename MASK>
 __device__ __forceinline__ void multiply_step(Sums (&sums)[2], uint4 u, u32 plane, uint2 x, MASK mask0, MASK mask1) {
@@ -183,13 +192,8 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
         uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group], super = ((const uint2*)(record + SUPER))[at.g];
         float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
         float2 s = times_bytes(HALF_UNIT * d0.x, HALF_UNIT * d1.x, sc), m = times_bytes(-d0.y, -d1.y, mn);
-        if (HAS_FIFTH) {
-            u32 plane = ((const u32*)(record + HIGH))[at.index * 4 + step], runs[4];
-            nibble_runs<true>(u, plane, group, runs);
-            minimum_fragments(runs, {s.x, s.y}, {m.x, m.y}, a);
-        } else {
-            nibble_fragments(u, {s.x, s.y}, {m.x, m.y}, a);
-        }
+        u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[at.index * 4 + step] : 0;
+        raised_fragments<HAS_FIFTH>(u, plane, group, {s.x, s.y}, {m.x, m.y}, a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -308,16 +312,12 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
         int place = step * 32 + at.index, scale = Base::scale_at(at.g, 64 * step + 32 * group);
         uint2 u = ((const uint2*)record)[place * 2 + group];
         u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[place] : 0, runs[4];
-        nibble_runs<HAS_FIFTH>(u, plane, group, runs);
         if (HAS_MINIMUM) {
             uint2 pair = ((const uint2*)(record + SCALES))[scale];
             float2 d0 = two_halves(pair.x), d1 = two_halves(pair.y);
-            float scales[2] = {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, minimums[2] = {d0.y, d1.y};
-            if (HAS_FIFTH)
-                minimum_fragments(runs, scales, minimums, a);
-            else
-                nibble_fragments(u, scales, minimums, a);
+            raised_fragments<HAS_FIFTH>(u, plane, group, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
         } else {
+            nibble_runs<HAS_FIFTH>(u, plane, group, runs);
             float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
             scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
         }
