@@ -139,7 +139,7 @@ def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: i
 
 
 SPLIT = ("Q3_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "FP4-E2M1-g128", *NVFP4)
-"""Of these a scale is two bf16 numbers. Affine codes with scales of bf16 are rounded once where value() rounds twice."""
+"""Of these a scale is two bf16 numbers. Affine codes with scales of bf16 are rounded once, where value() rounds too."""
 
 
 def owned_by_lanes(columns: int) -> tuple[np.ndarray, np.ndarray]:

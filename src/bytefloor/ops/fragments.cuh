@@ -15,6 +15,15 @@
 // Integer instructions have half the rate of multiplications: what can be a multiplication is one.
 #pragma once
 
+// Four codes' parts in place: of a word of bytes, and out of planes of upper bits, see formats/lanes.py.
+constexpr u32 NIBBLES = 0x0f0f0f0f, SIGNS = 0x80808080, FIFTH = 0x10101010, UPPER = 0x30303030;
+__device__ __forceinline__ u32 fifth(u32 plane, int run) {
+    return (run < 4 ? plane << (4 - run) : plane >> (run - 4)) & FIFTH;
+}
+__device__ __forceinline__ u32 upper(u32 plane, int run) {
+    return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
+}
+
 // a[4 half + 2 pair + row] = elements 4 half + 2 pair and the next of a row, as make(run, pair) gives them.
 template <typename MAKE> __device__ __forceinline__ void make_fragments(u32 (&a)[8], MAKE make) {
 #pragma unroll
@@ -90,6 +99,24 @@ __device__ __forceinline__ void nibble_fragments(uint2 u, const float (&scales)[
         float scale = run & 1 ? scales[run >> 1] * 0.0625f : scales[run >> 1], minimum = minimums[run >> 1];
         return pack_halves<true>(fmaf(pair ? even.y : even.x, scale, minimum), fmaf(pair ? odd.y : odd.x, scale, minimum));
     });
+}
+
+// The four runs of a group as bytes.
+template <bool HAS_FIFTH> __device__ __forceinline__ void nibble_runs(uint2 u, u32 plane, int group, u32 (&runs)[4]) {
+#pragma unroll
+    for (int run = 0; run < 4; run++) {
+        runs[run] = (run < 2 ? u.x : u.y) >> 4 * (run & 1) & NIBBLES;
+        if (HAS_FIFTH) runs[run] |= fifth(plane, 4 * group + run);
+    }
+}
+
+// Codes of four or five bits with minimums.
+template <bool HAS_FIFTH>
+__device__ __forceinline__ void raised_fragments(uint2 u, u32 plane, int group, const float (&scales)[2], const float (&minimums)[2],
+                                                 u32 (&a)[8]) {
+    u32 runs[4];
+    nibble_runs<HAS_FIFTH>(u, plane, group, runs);
+    HAS_FIFTH ? minimum_fragments(runs, scales, minimums, a) : nibble_fragments(u, scales, minimums, a);
 }
 
 struct FourValues {  // those that codes of two bits stand for, of one row: a table for a byte permutation

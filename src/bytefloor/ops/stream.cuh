@@ -24,8 +24,6 @@ typedef unsigned long long u64;
 #include "tensor_core.cuh"
 #include "fragments.cuh"
 
-constexpr u32 NIBBLES = 0x0f0f0f0f, SIGNS = 0x80808080;
-
 // Byte `which` of a word as a float, without the slow conversion unit: 2^23 + b is a float whose last bits are b.
 __device__ __forceinline__ float byte_as_float(u32 word, int which) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | which)) - 8388608.f;
@@ -98,32 +96,6 @@ __device__ __forceinline__ void multiply_more(Sums& sums, u32 row0, u32 row1, u3
                                               MASK mask) {
     multiply(sums, (row0 & NIBBLES) | front0, (row1 & NIBBLES) | front1, (row0 >> 4 & NIBBLES) | back0,
              (row1 >> 4 & NIBBLES) | back1, x, mask);
-}
-
-constexpr u32 FIFTH = 0x10101010, UPPER = 0x30303030;
-__device__ __forceinline__ u32 fifth(u32 plane, int run) {
-    return (run < 4 ? plane << (4 - run) : plane >> (run - 4)) & FIFTH;
-}
-__device__ __forceinline__ u32 upper(u32 plane, int run) {
-    return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
-}
-
-// The four runs of a group as bytes.
-template <bool HAS_FIFTH> __device__ __forceinline__ void nibble_runs(uint2 u, u32 plane, int group, u32 (&runs)[4]) {
-#pragma unroll
-    for (int run = 0; run < 4; run++) {
-        runs[run] = (run < 2 ? u.x : u.y) >> 4 * (run & 1) & NIBBLES;
-        if (HAS_FIFTH) runs[run] |= fifth(plane, 4 * group + run);
-    }
-}
-
-// Codes of four or five bits with minimums.
-template <bool HAS_FIFTH>
-__device__ __forceinline__ void raised_fragments(uint2 u, u32 plane, int group, const float (&scales)[2], const float (&minimums)[2],
-                                                 u32 (&a)[8]) {
-    u32 runs[4];
-    nibble_runs<HAS_FIFTH>(u, plane, group, runs);
-    HAS_FIFTH ? minimum_fragments(runs, scales, minimums, a) : nibble_fragments(u, scales, minimums, a);
 }
 
 // The two groups of a step, of 4-bit codes or with a fifth bit.
