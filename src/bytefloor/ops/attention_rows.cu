@@ -22,6 +22,7 @@
 #include <cuda_bf16.h>
 
 #include "attention_storage.cuh"
+#include "row_tiles.cuh"
 #include "warpgroup.cuh"
 
 constexpr int G = H / J, M = GROUPS * 64 / PARTS, MULTIPLIERS = GROUPS * 128, LOADERS = 128, THREADS = MULTIPLIERS + LOADERS;
@@ -214,10 +215,9 @@ __device__ __forceinline__ void rescale(float (&o)[MY_COLUMNS / 8][4], const flo
     for (int i = 0; i < MY_COLUMNS / 8; i++) o[i][0] *= factor[0], o[i][1] *= factor[0], o[i][2] *= factor[1], o[i][3] *= factor[1];
 }
 
-// Where elements k + 2t, + 1, + 8, + 9 of a row stand, eight bytes, k a multiple of 16: of each 32 elements lane t's are a chunk.
+// Elements k + 2t, + 1, + 8, + 9 of a row, k a multiple of 16: eight bytes, as lane t's of each 32 elements are a chunk.
 __device__ __forceinline__ uint2* place_in_rows(u8* out, int pitch, int row, int k, int t) {
-    size_t atom = (size_t)(k / 64) * (pitch / 8) + row / 8;
-    return (uint2*)(out + atom * 1024 + row % 8 * 128 + ((k / 32 % 2 * 4 + t ^ row % 8) << 4) + k / 16 % 2 * 8);
+    return (uint2*)(row_tile_chunk(out, pitch, row, k / 32 * 32 + t * 8) + k / 16 % 2 * 8);
 }
 
 __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared, int4 item, Band band, u8* out, int pitch) {
@@ -265,7 +265,7 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
         settle(o);
         ring.release(value);
         value.advance(FILLS);
-        rescale(o, factor);
+        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) rescale(o, factor);
         pack_shares(p, s);
     }
     if (FILLS > 1) ring.wait(value);
