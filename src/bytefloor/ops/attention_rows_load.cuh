@@ -173,19 +173,23 @@ struct Loader {
 
 __device__ __forceinline__ void load_all(Ring ring, const Stored* cache, const int* table, int n_table, Band band, int j) {
     Loader loader{ring, cache, band, j, (int)threadIdx.x - MULTIPLIERS};
-    int position = band.first_tile * TILE, pages[PAGES], next_pages[PAGES];
+    int position = band.first_tile * TILE, before[PAGES], pages[PAGES], after[PAGES];
     auto look_up = [&](int (&found)[PAGES], int slot) {
 #pragma unroll
         for (int i = 0; i < PAGES; i++) found[i] = table[(slot / PAGE + i) % n_table];
     };
-    look_up(next_pages, position);
-#pragma unroll 1
-    for (int n = 0; n < band.n_tiles; n++, position += TILE) {
+    auto move = [](int (&to)[PAGES], const int (&from)[PAGES]) {
 #pragma unroll
-        for (int i = 0; i < PAGES; i++) pages[i] = next_pages[i];
-        if (n + 1 < band.n_tiles) look_up(next_pages, position + TILE);
-        loader.fill(pages, position, false);
-        if (FILLS > 1) loader.fill(pages, position, true);
+        for (int i = 0; i < PAGES; i++) to[i] = from[i];
+    };
+    look_up(after, position);
+    // In the order in which they are needed: keys of a tile, values of the one before.
+#pragma unroll 1
+    for (int n = 0; n <= band.n_tiles; n++, position += TILE) {
+        move(before, pages), move(pages, after);
+        if (n + 1 < band.n_tiles) look_up(after, position + TILE);
+        if (n < band.n_tiles) loader.fill(pages, position, false);
+        if (FILLS > 1 && n > 0) loader.fill(before, position - TILE, true);
     }
     loader.show_all();
 }
