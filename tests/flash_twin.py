@@ -15,10 +15,7 @@ from bytefloor.model.step import CacheKind
 from bytefloor.ops import attention
 from bytefloor.ops.cache_write import page_ids
 from bytefloor.ops.pages import page_shape, turning_lanes, write_rows
-<<<<<<< HEAD
-=======
 from bytefloor.ops.row_tiles import from_row_tiles, pitch_of, tiles_shape, to_row_tiles
->>>>>>> flash
 
 H200 = Card(132)
 STORAGE_NAMES = {number: name for name, number in STORAGES.items()}
@@ -41,21 +38,6 @@ def expected_rows(
     )  # fmt: skip
 
 
-<<<<<<< HEAD
-def attention_rows(
-    constants: Mapping[str, str], q: Tensor, cache: Tensor, table: Tensor, n_table: int, items: Tensor, out: Tensor,
-    pitch: int,
-) -> None:  # fmt: skip
-    """The twin of attention_rows.cu: bf16 queries in, row tiles out, float32 between."""
-    d = {key: int(constants[key]) for key in ("STORAGE", "ROTATED", "E", "H", "WINDOW")}
-    queries = q.view(-1, d["H"], d["E"]).float()
-    for item in items.view(-1, 4).tolist():
-        if item[1] <= 0:
-            continue
-        storage = STORAGE_NAMES[d["STORAGE"]]
-        rows = expected_rows(queries, cache, table.view(-1, n_table), item, d["WINDOW"] or None, storage, d["ROTATED"])
-        to_row_tiles(out.view(torch.bfloat16), item[0], rows.flatten(1), pitch)
-=======
 class FlashTwin:
     """A mixin of TwinKernel, which has the constants."""
 
@@ -80,7 +62,6 @@ class FlashTwin:
             at = torch.arange(n_rows, device=out.device)
             to, of = first_row + at, above + at
             tiles[:, to // 8, to % 8] = whole[:, of // 8, of % 8]
->>>>>>> flash
 
 
 class RowsBatch:
