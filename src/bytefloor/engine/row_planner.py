@@ -257,7 +257,7 @@ class Walk:
 
         def mix() -> None:
             planes = projected.values[: projected.n * projected.plane_stride].view(projected.n, pitch, n_layers, width)
-            normed = rms_norm(planes.sum(0) * projected_scale, weight, eps)
+            normed = rms_norm(planes.sum(0) * projected_scale, eps, weight)
             mixed = (normed + own[: pitch * n].view(pitch, n_layers, width)) * scale
             out[: pitch * n].view(pitch, n_layers, width).copy_(mixed)
 

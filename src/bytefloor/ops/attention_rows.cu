@@ -109,20 +109,21 @@ __device__ __forceinline__ void put_queries(const __nv_bfloat16* q, u8* queries,
     }
 }
 
-// s [64][TILE] += 16 lanes: those that `of_query` has of a tile of 64 lanes times those that `of_key` has.
-__device__ __forceinline__ void multiply_lanes(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int of_query, int of_key, int warp) {
+// s [64][TILE] += 16 lanes: step `of_query` of a tile of 64 lanes times step `of_key`; this warp's 16 of the 64 begin at `rows`.
+__device__ __forceinline__ void multiply_lanes(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int of_query, int of_key, int rows) {
 #if HAS_WARPGROUPS
+    static_assert(M % 64 == 0, "whole products of a warpgroup");
     wgmma<TILE>(s, operand_at(shared_address(queries) + of_query * 32, 16), operand_at(shared_address(keys) + of_key * 32, 16));
 #else
     u32 r[4];
     int lane = threadIdx.x % 32;
-    ldmatrix4(r, shared_address(queries) + swizzled(warp % 4 * 16 + lane % 16, 2 * of_query + lane / 16));
+    ldmatrix4(r, shared_address(queries) + swizzled(rows + lane % 16, 2 * of_query + lane / 16));
     multiply_fragments<TILE>(s, r, keys, of_key);
 #endif
 }
 
 // s [64][TILE] = queries times keys.
-__device__ __forceinline__ void ask_scores(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int warp) {
+__device__ __forceinline__ void ask_scores(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int rows) {
 #pragma unroll
     for (int i = 0; i < TILE / 8; i++) s[i][0] = s[i][1] = s[i][2] = s[i][3] = 0;
     asm volatile("" : "+l"(queries), "+l"(keys));  // operands' addresses would be kept in registers that there are not
@@ -131,7 +132,7 @@ __device__ __forceinline__ void ask_scores(float (&s)[TILE / 8][4], const u8* qu
     for (int step = 0; step < E / 16; step++) {
         bool is_apart = KEYS_ARE_VALUES && is_rotated(16 * step);
         int of_key = is_apart ? (COLUMNS + key_lane(16 * step) - E) / 16 : step;
-        multiply_lanes(s, queries + step / 4 * (M * 128), keys + of_key / 4 * TILE_BYTES, step % 4, of_key % 4, warp);
+        multiply_lanes(s, queries + step / 4 * (M * 128), keys + of_key / 4 * TILE_BYTES, step % 4, of_key % 4, rows);
     }
     commit_products();
 }
@@ -240,7 +241,7 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
     Turn key, value;
     value.advance(FILLS - 1);
     ring.wait(key);
-    ask_scores(s, queries, ring.slot(key.slot), warp);
+    ask_scores(s, queries, ring.slot(key.slot), m % 64);
     wait_products<0>();
     settle(s);
     softmax.soften(s, factor, position, ring.scales(key.slot));
@@ -250,7 +251,7 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
     for (int n = 1; n < band.n_tiles; n++) {
         key.advance(FILLS), position += TILE;
         ring.wait(key);
-        ask_scores(s, queries, ring.slot(key.slot), warp);
+        ask_scores(s, queries, ring.slot(key.slot), m % 64);
         if (FILLS > 1) ring.wait(value);
         ask_values(o, p, ring.slot(value.slot) + at_values);
         wait_products<1>();
