@@ -14,7 +14,7 @@ from bytefloor.engine.plan_rows import attention_items, plan_attention_rows
 from bytefloor.model.step import CacheKind
 from bytefloor.ops import attention
 from bytefloor.ops.cache_write import page_ids
-from bytefloor.ops.pages import page_shape, turning_lanes, values_of, write_rows
+from bytefloor.ops.pages import page_shape, turning_lanes, write_rows
 
 H200 = Card(132)
 STORAGE_NAMES = {number: name for name, number in STORAGES.items()}
@@ -72,9 +72,7 @@ def attention_rows(
         if item[1] <= 0:
             continue
         storage = STORAGE_NAMES[d["STORAGE"]]
-        rows = expected_rows(
-            queries, cache, table.view(-1, n_table), item, d["WINDOW"] or None, storage, d["ROTATED"]
-        )
+        rows = expected_rows(queries, cache, table.view(-1, n_table), item, d["WINDOW"] or None, storage, d["ROTATED"])
         to_row_tiles(out.view(torch.bfloat16), item[0], rows.flatten(1), pitch)
 
 

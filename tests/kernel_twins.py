@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import flash_twin
 import pytest
 import torch
 from torch import Tensor
 
+import flash_twin
 from bytefloor.engine import device as device_module
 from bytefloor.engine import planner as planner_module
 from bytefloor.engine import row_planner as row_planner_module

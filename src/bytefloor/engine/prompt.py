@@ -89,7 +89,9 @@ class PromptRunner:
         host = torch.zeros(inputs.values.shape, dtype=torch.int32, pin_memory=pin)
 
         def put(name: str, values: Sequence[int]) -> None:
-            start = inputs.start_of(name)
+            start = inputs.starts[name]
+            if len(values) > inputs.sizes[name]:
+                raise CapacityError(f"{name} of a batch: {len(values)} numbers, there is room for {inputs.sizes[name]}")
             host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
 
         put("positions", batch.positions)
