@@ -7,6 +7,7 @@ import torch
 
 from bytefloor.engine import loading
 from bytefloor.engine.kernels import spec
+from bytefloor.engine.packed import _for_each_row
 from bytefloor.engine.row_products import pad_rows
 from bytefloor.engine.stream_limit import StreamLimit
 from bytefloor.engine.synthetic import SHAPES, Shape
@@ -74,7 +75,7 @@ def test_a_card_has_a_peak(card: torch.device) -> None:
 def test_what_is_unpacked_as_bf16_is_rounded_once(card: torch.device, name: str) -> None:
     n, k = 48, 512
     parts, form = random_parts(name, n, k, 1), form_of(name, n, k)
-    packed = form.pack({key: part.reshape(n, 1) if part.dim() == 1 else part for key, part in parts.items()})
+    packed = form.pack({key: _for_each_row(key, part, n) for key, part in parts.items()})
     out = torch.full((n + 8, k), float("nan"), dtype=torch.bfloat16, device=card)
     launch(spec("unpack", 256, FORM=form.name, K=k, OUT_BF16=True), (64, 1), packed, None, 0, 1, n, out)
     expected = get(name).decode(parts).to(torch.bfloat16)

@@ -122,9 +122,12 @@ def matrices_of(fused: FusedProduct, weights: PackedWeights) -> Matrices:
 
 
 def bench_row_products(options: KernelOptions) -> Iterator[RowsRow]:
-    """Rows as they are measured. RequestError for formats and shapes that do not exist, with those that do."""
+    """Rows as they are measured. RequestError for formats and shapes that do not exist, with those that do;
+    UnsupportedError for a card that has no kernels.
+    """
     formats, is_wanted = choose_formats(options.formats), choose_shapes(options.shapes)
     device = choose_card()
+    device_architecture(device)  # refuses a card without kernels before anything is measured
     stream_gb_s, peak_tflops = measure_limit(device).gb_s, measure_peak(device)
     for case in make_cases():
         for kind in formats:
