@@ -1,9 +1,9 @@
-"""Attention of many rows without a GPU: row tiles, the kernel's twin, and random batches over a poisoned cache."""
+"""Attention of many rows: the kernel's twin, and random batches over a poisoned cache."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,37 +15,14 @@ from bytefloor.model.step import CacheKind
 from bytefloor.ops import attention
 from bytefloor.ops.cache_write import page_ids
 from bytefloor.ops.pages import page_shape, turning_lanes, write_rows
+from bytefloor.ops.row_tiles import from_row_tiles, pitch_of, tiles_shape, to_row_tiles
 
 H200 = Card(132)
 STORAGE_NAMES = {number: name for name, number in STORAGES.items()}
 ERROR_OF_LARGEST = 2**-8 + 2**-10
-"""Of the largest |v| that a row may see. Shares add up to one and each is rounded to bf16, 2^-9 of itself at most, and so
-is the output, which is no larger than that |v|: 2^-8. A quarter of it is left for float32 scores, sums and exponentials."""
-
-
-def places(n_rows: int, k: int, pitch: int) -> Tensor:
-    """Where element [row, column] of row tiles stands, int64 [n_rows, k], counted in elements."""
-    row, element = torch.arange(n_rows)[:, None], torch.arange(k)[None, :]
-    t, s, h, j = element % 32 // 8, element // 4 % 2, element // 2 % 2, element % 2
-    column = element % 64 // 32 * 32 + 16 * s + 8 * h + 2 * t + j
-    chunk = column // 8 ^ row % 8
-    return ((element // 64 * (pitch // 8) + row // 8) * 8 + row % 8) * 64 + chunk * 8 + column % 8
-
-
-def empty_row_tiles(k: int, pitch: int, device: str | torch.device) -> Tensor:
-    """bf16 [k rounded up to 64 / 64 * pitch * 64] of NaN."""
-    return torch.full((ceil_div(k, 64) * pitch * 64,), math.nan, dtype=torch.bfloat16, device=device)
-
-
-def from_row_tiles(tiles: Tensor, n_rows: int, k: int, pitch: int) -> Tensor:
-    return tiles.flatten()[places(n_rows, k, pitch).to(tiles.device)]
-
-
-def to_row_tiles(tiles: Tensor, first_row: int, x: Tensor, pitch: int) -> None:
-    """Puts rows x [n, K] from first_row on, and zeros in columns beyond K."""
-    n, k = x.shape
-    whole = torch.nn.functional.pad(x, (0, -k % 64)).to(tiles.dtype)
-    tiles.flatten()[places(first_row + n, whole.shape[1], pitch)[first_row:].to(tiles.device)] = whole
+"""Of the largest |v| that a row may see. Shares add up to one and each is rounded to bf16, 2^-9 of itself at most, and
+so is the output, which is no larger than that |v|: 2^-8. A quarter of it is left for float32 scores, sums and
+exponentials. Of codes shares are rounded times their scale, which is no different."""
 
 
 def expected_rows(
@@ -61,19 +38,30 @@ def expected_rows(
     )  # fmt: skip
 
 
-def attention_rows(
-    constants: Mapping[str, str], q: Tensor, cache: Tensor, table: Tensor, n_table: int, items: Tensor, out: Tensor,
-    pitch: int,
-) -> None:  # fmt: skip
-    """The twin of attention_rows.cu: bf16 queries in, row tiles out, float32 between."""
-    d = {key: int(constants[key]) for key in ("STORAGE", "ROTATED", "E", "H", "WINDOW")}
-    queries = q.view(-1, d["H"], d["E"]).float()
-    for item in items.view(-1, 4).tolist():
-        if item[1] <= 0:
-            continue
-        storage = STORAGE_NAMES[d["STORAGE"]]
-        rows = expected_rows(queries, cache, table.view(-1, n_table), item, d["WINDOW"] or None, storage, d["ROTATED"])
-        to_row_tiles(out.view(torch.bfloat16), item[0], rows.flatten(1), pitch)
+class FlashTwin:
+    """A mixin of TwinKernel, which has the constants."""
+
+    n: Callable[[str], int]
+
+    def attention_rows(
+        self, q: Tensor, cache: Tensor, table: Tensor, n_table: int, items: Tensor, out: Tensor, pitch: int
+    ) -> None:
+        """bf16 queries in, row tiles out, float32 between. Buffers may go on behind what is needed."""
+        n_heads, e, storage = self.n("H"), self.n("E"), STORAGE_NAMES[self.n("STORAGE")]
+        shape = tiles_shape(n_heads * e, pitch)
+        tiles = out.view(-1).view(torch.bfloat16)[: math.prod(shape)].view(shape)
+        queries = q.view(-1)[: q.numel() // (n_heads * e) * (n_heads * e)].view(-1, n_heads, e).float()
+        tables = table.view(-1)[: table.numel() // n_table * n_table].view(-1, n_table)
+        for item in items.view(-1, 4).tolist():
+            first_row, n_rows = item[:2]
+            if n_rows <= 0:
+                continue
+            rows = expected_rows(queries, cache, tables, item, self.n("WINDOW") or None, storage, self.n("ROTATED"))
+            above = first_row % 8  # where a row stands in its tile depends on this
+            whole = to_row_tiles(torch.nn.functional.pad(rows.flatten(1), (0, 0, above, 0)), pitch_of(above + n_rows))
+            at = torch.arange(n_rows, device=out.device)
+            to, of = first_row + at, above + at
+            tiles[:, to // 8, to % 8] = whole[:, of // 8, of % 8]
 
 
 class RowsBatch:
@@ -83,9 +71,9 @@ class RowsBatch:
     """
 
     def __init__(
-        self, e: int, n_heads: int, j: int, window: int | None, storage: str, rotated: int, runs: Sequence[tuple[int, int]],
-        device: str = "cuda", capacity: int = 2048, chunk: int = 384, has_warpgroups: bool = True, card: Card = H200,
-        spread: float = 4.0,
+        self, e: int, n_heads: int, j: int, window: int | None, storage: str, rotated: int,
+        runs: Sequence[tuple[int, int]], device: str = "cuda", capacity: int = 2048, chunk: int = 384,
+        has_warpgroups: bool = True, card: Card = H200, spread: float = 4.0,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device).manual_seed(e * 1000 + len(runs) + runs[0][1])
         self.e, self.n_heads, self.j, self.window, self.storage, self.rotated = e, n_heads, j, window, storage, rotated
@@ -122,8 +110,9 @@ class RowsBatch:
         self.q = self.q.bfloat16()
         items = attention_items(self.runs, self.rows_an_item)
         self.items = torch.tensor(items, dtype=torch.int32, device=device)
-        self.pitch = ceil_div(sum(n_rows), 8) * 8 + 8
-        self.out = empty_row_tiles(n_heads * e, self.pitch, device)
+        self.pitch = pitch_of(sum(n_rows)) + 8
+        shape = tiles_shape(n_heads * e, self.pitch)
+        self.out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=device)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -144,12 +133,12 @@ class RowsBatch:
     def check(self) -> None:
         """Every output against float64, within the derived bound; what is beyond rows and columns."""
         n_rows, k = len(self.q), self.n_heads * self.e
-        found = from_row_tiles(self.out, n_rows, ceil_div(k, 64) * 64, self.pitch)
+        found = from_row_tiles(self.out, self.pitch, ceil_div(k, 64) * 64)
+        assert bool(found[n_rows:].isnan().all()), "rows beyond the last were written"
+        found = found[:n_rows]
         assert not found[:, k:].any(), "columns beyond the last are not zero"
         error = (found[:, :k].double() - self.expected().flatten(1)).abs() / self.largest[:, None]
         worst = error.nan_to_num(math.inf).amax(dim=1)
         row = int(worst.argmax())
         run = next(run for run in reversed(self.runs) if run[0] <= row)
         assert float(worst[row]) <= ERROR_OF_LARGEST, f"{float(worst[row])} of the largest value in row {row} of {run}"
-        beyond = from_row_tiles(self.out, self.pitch, ceil_div(k, 64) * 64, self.pitch)[n_rows:]
-        assert bool(beyond.isnan().all()), "rows beyond the last were written"

@@ -24,6 +24,7 @@ from bytefloor.engine.launches import STORAGES
 from bytefloor.ops import OPS
 from bytefloor.ops.pages import page_shape
 from bytefloor.ops.round_to import round_to
+from flash_twin import FlashTwin
 from row_twins import RowTwins
 
 MULTIPROCESSORS = 5
@@ -98,7 +99,7 @@ class TwinGraph:
             run(*arguments)
 
 
-class TwinKernel(RowTwins):
+class TwinKernel(RowTwins, FlashTwin):
     def __init__(self, device: TwinDevice, kernel: KernelSpec) -> None:
         self.device, self.d = device, dict(kernel.defines)
         self.twin = getattr(self, kernel.name)

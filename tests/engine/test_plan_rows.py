@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.kernels import compile_kernel
@@ -13,7 +12,8 @@ from bytefloor.engine.launches import RESERVED_BYTES, Card
 from bytefloor.engine.plan_rows import attention_items, plan_attention_rows
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.step import CacheKind
-from flash_twin import RowsBatch, attention_rows, from_row_tiles, places, to_row_tiles
+from flash_twin import RowsBatch
+from kernel_twins import TwinDevice, TwinKernel
 
 KB = 1024
 CARDS = {
@@ -77,8 +77,13 @@ def test_a_rows_heads_are_in_one_tile(e: int, n_heads: int, has_warpgroups: bool
 
 @pytest.mark.parametrize(
     ("e", "n_heads", "rotated", "message"),
-    [(72, 4, 0, "head size 72"), (528, 4, 0, "head size 528"), (80, 4, 32, "head size 80 with 32"), (64, 200, 0, "200 query")],
-)  # fmt: skip
+    [
+        (72, 4, 0, "head size 72"),
+        (528, 4, 0, "head size 528"),
+        (80, 4, 32, "head size 80 with 32"),
+        (64, 200, 0, "200 query"),
+    ],
+)
 def test_shapes_that_no_kernel_takes_are_refused(e: int, n_heads: int, rotated: int, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         plan_attention_rows(kind_of(e, 1, rotated=rotated), n_heads, PLAN, CARDS["sm_90a"])
@@ -95,21 +100,6 @@ def test_items_are_pieces_of_runs_the_longest_first() -> None:
     assert items == [(0, 5, 100, 0), (70, 6, 64, 2), (38, 32, 32, 2), (6, 32, 0, 2), (5, 1, 7, 1)]
 
 
-def test_row_tiles_are_a_permutation_within_groups_of_a_row() -> None:
-    found = places(16, 128, 24)
-    assert len(found.unique()) == found.numel()
-    assert torch.equal(found // 64 % 8, (torch.arange(16) % 8)[:, None].expand(16, 128))
-    # Row 9, element 45 = 32 + 8 + 5: of the second chunks of four, lane t = 1, s = 1, h = 0, j = 1.
-    assert int(found[9, 45]) == (1 * 8 + 1) * 64 + ((4 + 2) ^ 1) * 8 + 2 + 1
-
-
-def test_what_is_put_in_row_tiles_is_found_there() -> None:
-    tiles, x = torch.zeros(24 * 128), torch.randn(5, 80)
-    to_row_tiles(tiles, 3, x, 24)
-    assert torch.equal(from_row_tiles(tiles, 8, 80, 24)[3:], x)
-    assert tiles.count_nonzero() == x.numel()
-
-
 @pytest.mark.parametrize(
     "variant",
     [
@@ -122,5 +112,5 @@ def test_what_is_put_in_row_tiles_is_found_there() -> None:
 )  # fmt: skip
 def test_the_twin_equals_float64(variant: tuple) -> None:
     batch = RowsBatch(*variant, [(33, 100), (1, 0), (65, 300)], device="cpu")
-    attention_rows(dict(batch.kernel.defines), *batch.arguments)
+    TwinKernel(TwinDevice(), batch.kernel).launch(0, batch.grid, batch.arguments)
     batch.check()

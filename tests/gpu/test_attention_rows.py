@@ -1,4 +1,4 @@
-"""Attention of many rows against float64 over what the cache holds, which is poisoned outside the slots that rows see."""
+"""Attention of many rows against float64 over the cache, which is poisoned outside the slots that rows see."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Item = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class RowTiles:
-    """groups: warpgroups that multiply. parts: of the columns of V, each of as many warps. n_positions: of a tile of keys."""
+    """groups: warpgroups that multiply. parts: of the columns of V, each of as many warps. n_positions: of a tile."""
 
     groups: int
     parts: int
@@ -43,7 +43,7 @@ def padded_columns(head_size: int) -> int:
 
 def preferred_tiles(head_size: int, has_warpgroups: bool) -> RowTiles:
     """What registers hold: sums of the output, scores and shares. Two warpgroups that multiply have 232 a thread where
-    others can leave them theirs, and 168 elsewhere; a single one has 255."""
+    one that loads leaves them its own; elsewhere a single one has 255."""
     parts = 1 if head_size <= 256 else 2
     if has_warpgroups:
         return RowTiles(2, parts, 128 if head_size <= 128 else 64)

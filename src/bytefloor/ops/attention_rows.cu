@@ -14,14 +14,14 @@
 // A tile of M products' rows is rows by heads of one KV head: m = row (H / J) + head, so that all heads share keys and values.
 // Up to E = 256 each warpgroup has 64 such rows; beyond, two share 64: both have the scores, and each its PART of the values' columns.
 // Other warps fill a ring of slots with keys and values by turns. Where keys are values but for some lanes (ROTATED), a slot has both:
-// steps of 16 lanes take either columns of V or those lanes. Scores of the next tile are asked for before shares and values
-// of this one are multiplied, so that exponentials run beside products.
+// steps of 16 lanes take either columns of V or those lanes.
 //
 // Defined by the host: STORAGE, ROTATED, E, H, J, WINDOW (0: none), PAGE, TILE (positions), STAGES (slots), GROUPS (warpgroups that
 // multiply), PARTS (of the columns of V, one a warpgroup).
 #include <cuda_bf16.h>
 
 #include "attention_storage.cuh"
+#include "row_tiles.cuh"
 #include "warpgroup.cuh"
 
 constexpr int G = H / J, M = GROUPS * 64 / PARTS, MULTIPLIERS = GROUPS * 128, LOADERS = 128, THREADS = MULTIPLIERS + LOADERS;
@@ -29,6 +29,9 @@ constexpr int COLUMNS = E <= 64 ? 64 : E <= 128 ? 128 : E <= 256 ? 256 : 512, KE
 constexpr int MY_COLUMNS = COLUMNS / PARTS, TILE_BYTES = TILE * 128;  // of 64 columns
 constexpr int FILLS = KEYS_ARE_VALUES ? 1 : 2;                       // slots that a tile takes
 constexpr int PAGES = TILE > PAGE ? TILE / PAGE : 1;                 // of a tile
+// Whether scores of the next tile come before values of this one, so that exponentials run beside products of the same
+// warpgroup. Two slots that hold both have no room for that: the one would be filled while nobody has anything to do.
+constexpr bool IS_AHEAD = FILLS > 1 || STAGES > 2;
 constexpr int LAG = STAGES > 3 ? 2 : 1;  // fills under way behind the one that is being asked for
 #define NEVER __int_as_float(0xff800000)
 constexpr float LOWEST = -1e30f;
@@ -214,10 +217,9 @@ __device__ __forceinline__ void rescale(float (&o)[MY_COLUMNS / 8][4], const flo
     for (int i = 0; i < MY_COLUMNS / 8; i++) o[i][0] *= factor[0], o[i][1] *= factor[0], o[i][2] *= factor[1], o[i][3] *= factor[1];
 }
 
-// Where elements k + 2t, + 1, + 8, + 9 of a row stand, eight bytes, k a multiple of 16: of each 32 elements lane t's are a chunk.
+// Elements k + 2t, + 1, + 8, + 9 of a row, k a multiple of 16: eight bytes, as lane t's of each 32 elements are a chunk.
 __device__ __forceinline__ uint2* place_in_rows(u8* out, int pitch, int row, int k, int t) {
-    size_t atom = (size_t)(k / 64) * (pitch / 8) + row / 8;
-    return (uint2*)(out + atom * 1024 + row % 8 * 128 + ((k / 32 % 2 * 4 + t ^ row % 8) << 4) + k / 16 % 2 * 8);
+    return (uint2*)(row_tile_chunk(out, pitch, row, k / 32 * 32 + t * 8) + k / 16 % 2 * 8);
 }
 
 __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared, int4 item, Band band, u8* out, int pitch) {
@@ -238,8 +240,8 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
 #pragma unroll
     for (int i = 0; i < MY_COLUMNS / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
     int position = band.first_tile * TILE;
-    Turn key, value;
-    value.advance(FILLS - 1);
+    Turn key, value, next;
+    next.advance(1);
     ring.wait(key);
     ask_scores(s, queries, ring.slot(key.slot), m % 64);
     wait_products<0>();
@@ -249,25 +251,40 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
     pack_shares(p, s);
 #pragma unroll 1
     for (int n = 1; n < band.n_tiles; n++) {
-        key.advance(FILLS), position += TILE;
-        ring.wait(key);
-        ask_scores(s, queries, ring.slot(key.slot), m % 64);
-        if (FILLS > 1) ring.wait(value);
-        ask_values(o, p, ring.slot(value.slot) + at_values);
-        wait_products<1>();
-        settle(s);
-        if (FILLS > 1 && !HAS_SCALES) ring.release(key);
+        // What is waited for is what comes next in the ring: keys, then values of the tile before.
+        value = key, key = next, next.advance(1), position += TILE;
+        if (FILLS > 1) value = next, next.advance(1);
+        if (IS_AHEAD) {
+            ring.wait(key);
+            ask_scores(s, queries, ring.slot(key.slot), m % 64);
+            if (FILLS > 1) ring.wait(value);
+            ask_values(o, p, ring.slot(value.slot) + at_values);
+            wait_products<1>();
+            settle(s);
+            if (FILLS > 1 && !HAS_SCALES) ring.release(key);
+        } else {
+            ask_values(o, p, ring.slot(value.slot) + at_values);
+            ring.wait(key);
+            ask_scores(s, queries, ring.slot(key.slot), m % 64);
+            wait_products<1>();
+            settle(o);
+            ring.release(value);
+            wait_products<0>();
+            settle(s);
+        }
         softmax.soften(s, factor, position, ring.scales(key.slot));
-        if (FILLS > 1 && HAS_SCALES) ring.release(key);
-        // Never: the assembler would put this wait before the exponentials, which are to run beside the products.
-        if (softmax.sum[0] + softmax.sum[1] < 0) __trap();
-        wait_products<0>();
-        settle(o);
-        ring.release(value);
-        value.advance(FILLS);
-        rescale(o, factor);
+        if (IS_AHEAD) {
+            if (FILLS > 1 && HAS_SCALES) ring.release(key);
+            // Never: the assembler would put this wait before the exponentials, which are to run beside the products.
+            if (softmax.sum[0] + softmax.sum[1] < 0) __trap();
+            wait_products<0>();
+            settle(o);
+            ring.release(value);
+        }
+        if (__any_sync(~0u, factor[0] != 1 || factor[1] != 1)) rescale(o, factor);
         pack_shares(p, s);
     }
+    value = FILLS > 1 ? next : key;
     if (FILLS > 1) ring.wait(value);
     ask_values(o, p, ring.slot(value.slot) + at_values);
     wait_products<0>();
