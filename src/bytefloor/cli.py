@@ -273,6 +273,10 @@ def kernels(
     shapes: Annotated[
         str, typer.Option("-s", "--shapes", help="Shapes or words of their names (75MB, qwen3-8b, down), by commas.")
     ] = "",
+    rows: Annotated[
+        str,
+        typer.Option("--rows", help="By commas: instead, products of so many rows, against unpacking and cuBLAS."),
+    ] = "",
     repeats: RepeatsOption = 7,
     output: OutputOption = "md",
     save: SaveOption = None,
@@ -280,11 +284,12 @@ def kernels(
     """Time each kernel alone, over weights that no cache holds."""
     with interrupt.at_once():
         from bytefloor.tools.bench_kernels import KernelOptions, bench_kernels
+        from bytefloor.tools.bench_row_products import bench_row_products
 
     _check_bench(output, repeats)
     words = [tuple(part.strip() for part in text.split(",") if part.strip()) for text in (formats, shapes)]
-    options = KernelOptions(words[0], words[1], repeats)
-    _write_rows(bench_kernels(options), output, save)
+    options = KernelOptions(words[0], words[1], repeats, _sizes("--rows", rows, 1))
+    _write_rows(bench_row_products(options) if options.rows else bench_kernels(options), output, save)
 
 
 def _refuse_options_before(call: typer.Context) -> None:

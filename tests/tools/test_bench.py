@@ -39,10 +39,10 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> kernel_twins.TwinDevice:
     device.install(monkeypatch)
     monkeypatch.setitem(SHAPES, "tiny", TINY)
 
-    def make(model, plan, where, kv=None, **more):
+    def make(model, room, where, kv=None, **more):
         rounding = replace(loading.DEVICE_ROUNDING, cache=kv or "bf16")
         step = loading.build_step(model.config, model.weights, rounding)
-        executor = DeviceExecutor(step, plan, device="cpu")
+        executor = DeviceExecutor(step, room.plan(loading.KERNEL_CHUNK), device="cpu")
         device.know(executor)
         return executor, ()
 
@@ -107,7 +107,7 @@ def test_more_sequences_than_a_step_has_are_left_out_and_named(
     assert [row.batch for row in rows] == [3]
     assert rows[0].host_us is None
     assert "17 sequences together are left out: at most 16 share a step here" in capsys.readouterr().err
-    monkeypatch.setattr(bench_module, "PROMPT_CHUNK", 5)
+    monkeypatch.setattr(loading, "KERNEL_CHUNK", 5)
     with pytest.raises(RequestError, match="-n 6: expected at most 5 with several sequences"):
         list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, depths=(0,), batches=(3,))))
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bytefloor.tools.tables import RESULTS, load_rows, make_kernel_table, make_limit_line, make_pages, make_table
+from bytefloor.tools.tables import (
+    RESULTS,
+    load_rows,
+    make_kernel_table,
+    make_limit_line,
+    make_pages,
+    make_prompt_table,
+    make_rows_table,
+    make_table,
+    with_table,
+)
 
 WANTED = {
     "verb", "model", "format", "n_prompt", "n_gen", "depth", "batch", "tok_s", "share", "file_bytes", "moved_bytes",
@@ -55,6 +65,43 @@ def test_the_limit_stands_beside_the_fastest_product() -> None:
     rows, kernels = [{"stream_gb_s": 4341.6}, {"stream_gb_s": 4427.4}], [{"gb_s": 4011.1}, {"gb_s": 4724.7}]
     assert "4342 to 4427 GB/s; the fastest product alone reads 4725 GB/s" in make_limit_line(rows, kernels)
     assert make_limit_line(rows, []) == make_limit_line([], kernels) == ""
+
+
+def test_the_newest_row_of_each_prompt_is_shown() -> None:
+    old = {"model": "m", "kv": "bf16", "n_prompt": 2048, "tok_s": 9000.0, "card": "c", "date": "1"}
+    row = {**old, "date": "2", "tok_s": 30123.4, "tflops": 487.6, "peak_tflops": 700.4, "share_of_peak": 0.6961}
+    row["attention_share"] = 0.0812
+    newer, longer = {**row, "date": "3", "tok_s": 31000.0}, {**row, "n_prompt": 32768, "peak_tflops": 690.0}
+    assert make_prompt_table([newer, old, row, longer]).splitlines()[2:] == [
+        "| m | bf16 | 2,048 | 31,000 | 488 | 69.6% | 8.1% | c | 3 |",
+        "| m | bf16 | 32,768 | 30,123 | 488 | 69.6% | 8.1% | c | 2 |",
+        "",
+        "bf16 peak measured in these runs: 690 to 700 TFLOP/s.",
+    ]
+    assert "| 69.6% |  | c |" in make_prompt_table([{**row, "attention_share": None}])
+    assert make_prompt_table([old, {**row, "share_of_peak": None}]) == "Not measured yet.\n"
+
+
+def test_both_ways_of_a_product_stand_in_a_line() -> None:
+    row = {"verb": "kernel_rows", "shape": "s", "format": "Q4_K", "rows": 512, "card": "c", "date": "2"}
+    row |= {"route": "fused", "us": 101.26, "tflops": 512.3, "share_of_peak": 0.731}
+    other = {**row, "route": "unpack+cublas", "us": 140.0, "tflops": 300.0, "share_of_peak": 0.4}
+    more = {**row, "rows": 32, "us": 9.0}
+    assert make_rows_table([other, row, more, {**row, "date": "1", "us": 500.0}]).splitlines()[2:] == [
+        "| s | Q4_K | 512 | 101.3 | 140.0 | 512 | 73.1% | c | 2 |",
+        "| s | Q4_K | 32 | 9.0 |  | 512 | 73.1% | c | 2 |",
+    ]
+    # A time of another day is not set beside it, nor the share of the other way under the kernel's name.
+    assert make_rows_table([{**row, "date": "1"}, other]).splitlines()[2:] == [
+        "| s | Q4_K | 512 |  | 140.0 |  |  | c | 2 |"
+    ]
+    assert make_rows_table([]) == "Not measured yet.\n"
+
+
+def test_each_table_goes_between_its_own_marks() -> None:
+    text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n<!-- y: begin -->\n<!-- y: end -->\nc\n"
+    assert with_table(text, "x", "new\n") == text.replace("old", "new")
+    assert with_table(text, "y", "new\n") == text.replace("<!-- y: end", "new\n<!-- y: end")
 
 
 def test_committed_rows_say_where_they_come_from() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytefloor.engine.batch import Batch, PageCopy
-from bytefloor.errors import CapacityError
+from bytefloor.errors import CapacityError, RequestError
 from bytefloor.model.step import CacheKind
 
 PAGE_SIZE = 64
@@ -46,12 +46,38 @@ class CachePlan:
 
     def n_pages(self, kind: CacheKind) -> int:
         """Pages of the kind's pool, the null page included."""
-        held = self.n_table(kind) if kind.window is not None else 1
+        # A prefix has been committed: of a window, and of no chunk beside it, it holds what the next row will see.
+        held = 1 if kind.window is None else ceil_div(kind.window - 1, self.page_size) + 1
+        held = min(held, self.n_table(kind))
         return self.n_sequences * self.n_table(kind) + self.n_snapshots * held + 1
 
     def n_bytes(self, kind: CacheKind, n_layers: int) -> int:
         """Bytes of the kind's pool."""
         return self.n_pages(kind) * self.page_size * n_layers * kind.position_bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is asked of a cache before it is known who computes.
+
+    capacity: positions a sequence may have. chunk: most rows of one step, None for what suits whoever computes.
+    n_sequences: how many run at once.
+    """
+
+    capacity: int
+    chunk: int | None = None
+    n_sequences: int = 1
+
+    def plan(self, chunk: int) -> CachePlan:
+        """chunk: where none was asked for. More than a sequence can have buys nothing, and costs buffers and pages.
+
+        RequestError for a chunk that was asked for and is none.
+        """
+        if self.chunk is not None:
+            chunk = self.chunk
+        if chunk < 1:
+            raise RequestError(f"chunks of {chunk} rows: expected at least 1")
+        return CachePlan(self.capacity, min(chunk, self.capacity), self.n_sequences)
 
 
 class PagePool:

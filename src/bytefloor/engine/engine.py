@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.prefix import PrefixStore
-from bytefloor.engine.request import Delta, Finish, Request
+from bytefloor.engine.request import Delta, Finish, Reading, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
@@ -25,6 +26,7 @@ class Executor(Protocol):
 
     step: Step
     plan: CachePlan
+    device: torch.device
 
     def run(self, batch: Batch) -> Tensor: ...
 
@@ -130,6 +132,15 @@ class Engine:
             sequence.cache.commit(n_rows)
         rows = logits.float().cpu().numpy()
         return [self._postprocess(sequence, rows[i]) for i, sequence in enumerate(samplers)]
+
+    def reading(self, request_id: int) -> Reading | None:
+        """How far a request's prompt has been read, tokens of an earlier prefix included; None where there is none to
+        read: before it has begun, once it has answered, when it is not there any more.
+
+        It counts what the executor was given: a device may be some chunks behind.
+        """
+        found = (sequence for sequence in self._scheduler.running if sequence.request_id == request_id)
+        return next((sequence.reading for sequence in found), None)
 
     def _can_loop(self, sequence: SequenceState) -> bool:
         """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request."""

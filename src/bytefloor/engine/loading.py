@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.cache import Room
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.engine import Engine, Executor, never_sampled
 from bytefloor.engine.launches import STORAGES
@@ -25,6 +25,9 @@ from bytefloor.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 8192
 """Where the user names none: the model's own context, but no more than this. What is used is always shown."""
+KERNEL_CHUNK, REFERENCE_CHUNK = 2048, 512
+"""Rows of a step where nobody asks for another number. Tensor cores want many: each block unpacks weights for all of
+them. On a CPU more rows are hardly faster, and what holds the scores of attention grows with them."""
 DEVICE_ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 """What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16 or to codes."""
 KV_TYPES = tuple(STORAGES)
@@ -39,14 +42,15 @@ class EngineOptions:
     context: positions of prompt and answer together, None for the default. device: ``auto``, ``cpu`` or ``cuda``.
 
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
-    kv: one of KV_TYPES, None for the default.
+    chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK or REFERENCE_CHUNK, as it may be. kv: one of KV_TYPES,
+    None for the default.
     """
 
     context: int | None = None
     device: str = "auto"
     weights: str = "float32"
     n_sequences: int = 1
-    chunk: int = 512
+    chunk: int | None = None
     kv: str | None = None
 
 
@@ -85,14 +89,14 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
-    plan = CachePlan(choose_context(options.context, model), options.chunk, options.n_sequences)
+    room = Room(choose_context(options.context, model), options.chunk, options.n_sequences)
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
     shorter = "a shorter context (-c) needs less"
     narrower = "a shorter context (-c) or --weights bf16 needs less"
     fewer = shorter if options.kv in ("int8", "fp8") else "a shorter context (-c) or --kv int8 needs less"
     advice = Advice(kernels=fewer, reference=narrower if options.weights == "float32" else shorter)
     executor, notices = make_executor(
-        model, plan, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv
+        model, room, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv
     )
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
@@ -103,7 +107,7 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
 
 def make_executor(
     model: Model,
-    plan: CachePlan,
+    room: Room,
     device: torch.device,
     weights: torch.dtype = torch.float32,
     banned_ids: frozenset[int] = frozenset(),
@@ -111,7 +115,10 @@ def make_executor(
     advice: Advice | None = None,
     kv: str | None = None,
 ) -> tuple[Executor, tuple[str, ...]]:
-    """The kernels where they can run this model, otherwise the reference executor; and what the user should be told."""
+    """The kernels where they can run this model, otherwise the reference executor; and what the user should be told.
+
+    Chunks are KERNEL_CHUNK or REFERENCE_CHUNK long where the room leaves that open.
+    """
     check_kv(kv)
     notices: tuple[str, ...] = ()
     advice = advice or Advice()
@@ -119,7 +126,12 @@ def make_executor(
         try:
             step = build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=kv or DEVICE_ROUNDING.cache))
             executor = DeviceExecutor(
-                step, plan, device=device, banned_ids=banned_ids, progress=progress, advice=advice.kernels
+                step,
+                room.plan(KERNEL_CHUNK),
+                device=device,
+                banned_ids=banned_ids,
+                progress=progress,
+                advice=advice.kernels,
             )
             told = "--weights has no effect: the kernels read weights as the file has them"
             return executor, () if weights == torch.float32 else (told,)
@@ -129,6 +141,7 @@ def make_executor(
         torch.cuda.empty_cache()
     step = build_step(model.config, model.weights, Rounding(cache=kv or Rounding.cache))
     precision = Precision(weights=weights)
+    plan = room.plan(REFERENCE_CHUNK)
     found = ReferenceExecutor(
         step, plan, device=device, precision=precision, progress=progress, advice=advice.reference
     )

@@ -61,6 +61,15 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How far a prompt has been read. n_done: of n_prompt tokens, n_cached of which were there before it began."""
+
+    n_done: int
+    n_prompt: int
+    n_cached: int
+
+
+@dataclass(frozen=True)
 class Delta:
     """What one step added to one request's answer. Texts of all deltas join to the answer."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bytefloor.engine.cache import SequenceCache
 from bytefloor.engine.loops import is_looping
-from bytefloor.engine.request import Delta, Finish, FinishReason, Request
+from bytefloor.engine.request import Delta, Finish, FinishReason, Reading, Request
 from bytefloor.engine.sampler import Sampled, Sampler
 from bytefloor.text.stop import StopMatcher
 from bytefloor.text.tokenizer import Tokenizer
@@ -44,6 +44,13 @@ class SequenceState:
         self.has_started = True
         self._n_cached = cache.length
         self._started_at = time.perf_counter()
+
+    @property
+    def reading(self) -> Reading | None:
+        """How far the prompt has been read; None before it has begun, and from the first token on."""
+        if not self.has_started or self.first_token_at is not None:
+            return None
+        return Reading(self.cache.length, len(self.request.prompt_ids), self._n_cached)
 
     def sample(self, logits: Any) -> Sampled:
         """The next token from a row of logits. NumericalError for logits that are NaN."""

@@ -11,12 +11,11 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import ClassVar
 
 import torch
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.cache import Room, SequenceCache
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.kernels import cache_folder
@@ -31,9 +30,19 @@ from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
-from bytefloor.model.step import CacheKind, Step
+from bytefloor.model.step import Step
 from bytefloor.ops.pages import randomise
-from bytefloor.tools.bench_rows import Measured, free_memory, measure_limit, origin, peak_memory_gb, say, spread
+from bytefloor.tools.bench_prompt import PromptSpeed, empty_cache, measure_prompt
+from bytefloor.tools.bench_rows import (
+    Row,
+    free_memory,
+    measure_limit,
+    measure_peak,
+    origin,
+    peak_memory_gb,
+    say,
+    spread,
+)
 from bytefloor.tools.bench_together import (
     CHECKED,
     FIRST_TOKEN,
@@ -46,7 +55,6 @@ from bytefloor.tools.bench_together import (
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
-PROMPT_CHUNK = 512
 MOST_LOGIT_ERROR = {"float32": 1e-3, "bf16": 0.2, "int8": 0.5, "fp8": 0.5}
 """Relative error of logits, with room, by what the cache keeps: what one row and several differ by in the last bits,
 and ties of the others, TF32 and 16-bit codes in a deep random model. A kernel that is wrong gives 1 and more."""
@@ -66,53 +74,6 @@ class BenchOptions:
     batches: tuple[int, ...] = (1,)
 
 
-@dataclass(frozen=True)
-class Row(Measured):
-    """One measurement. Rates are medians; spread is (largest - smallest) / median. None: not measured.
-
-    batch: sequences that decode together, of all of which tok_s is. sampling: greedy, or sampled with the default
-    parameters of ``run``; None for prompts, which give no token. kv: what the cache keeps.
-    file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
-    makes of them. host_us: the host's time to start one token. host_memory_gb: of the weights, what kernels read from
-    pinned host memory. load_s: from opening the file to ready, kernels in the cache; first_start_s: the same where
-    kernels had to be compiled first. executor: kernels, or reference. notes: what the user was told of the model and
-    the stream limit.
-    """
-
-    COLUMNS: ClassVar = (
-        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "batch", "kv", "tok_s", "tok_s_spread", "share",
-        "load_s", "first_start_s", "checksum",
-    )  # fmt: skip
-    verb: str
-    model: str
-    format: str
-    sampling: str | None
-    n_prompt: int
-    n_gen: int
-    depth: int
-    batch: int
-    kv: str
-    tok_s: float
-    tok_s_spread: float | None
-    share: float | None
-    file_bytes: int
-    moved_bytes: int
-    stream_gb_s: float
-    host_us: float | None
-    load_s: float
-    first_start_s: float | None
-    capacity: int
-    device_memory_gb: float | None
-    host_memory_gb: float | None
-    checksum: str | None
-    executor: str
-    notes: tuple[str, ...]
-    card: str
-    clock_mhz: int | None
-    commit: str | None
-    date: str
-
-
 def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     """Rows as they are measured.
 
@@ -124,11 +85,12 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     depths, prompts, capacity = _choose_lengths(open_model(name, device), options)
     limit = measure_limit(device)
     words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
-    plan = CachePlan(capacity, PROMPT_CHUNK, max(options.batches, default=1))
-    opened = _open(name, plan, device, Advice(words, words), options.kv)
+    peak_tflops = measure_peak(device) if prompts else None
+    room = Room(capacity, n_sequences=max(options.batches, default=1))
+    opened = _open(name, room, device, Advice(words, words), options.kv)
     say(opened.notices)
     batches = those_that_fit_together(opened.executor, options.batches, options.n_gen)
-    runner = _Runner(opened, options, limit)
+    runner = _Runner(opened, options, limit, peak_tflops)
     runner.check_kernels()
     for depth in depths:
         for n in batches:
@@ -146,10 +108,10 @@ def _choose_lengths(model: Model, options: BenchOptions) -> tuple[list[int], lis
     margin = max(options.n_gen + WARM_UP + CHECKED + 2, MOST_ROWS_ONE_BY_ONE + 8)
     most = min(options.capacity or model.config.context_length, model.config.context_length)
     depths = _those_that_fit(options.depths, most - margin)
-    prompts = _those_that_fit(options.n_prompt, most - margin)
+    prompts = _those_that_fit(options.n_prompt, most if most >= margin else 0)
     if not (depths and options.batches) and not prompts:
-        raise RequestError(f"nothing to measure: {margin} positions beside prompt or depth, {most} in all")
-    return depths, prompts, options.capacity or max((*depths, *prompts)) + margin
+        raise RequestError(f"nothing to measure: {margin} positions beside a depth, {most} in all")
+    return depths, prompts, options.capacity or max((margin, *(depth + margin for depth in depths), *prompts))
 
 
 class _Notes(Silent):
@@ -183,23 +145,23 @@ class _Opened:
     first_start_s: float | None = None
 
 
-def _open(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
+def _open(name: str | None, room: Room, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
     """Open and time it; once more where the first time had kernels to compile, to time it without."""
     n_compiled = _count_compiled()
-    opened = _open_once(name, plan, device, advice, kv)
+    opened = _open_once(name, room, device, advice, kv)
     if _count_compiled() == n_compiled:
         return opened
     first_start_s = opened.load_s
     del opened
     free_memory(device)
-    again = _open_once(name, plan, device, advice, kv)
+    again = _open_once(name, room, device, advice, kv)
     return _Opened(again.model, again.executor, again.notices, again.load_s, first_start_s)
 
 
-def _open_once(name: str | None, plan: CachePlan, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
+def _open_once(name: str | None, room: Room, device: torch.device, advice: Advice, kv: str | None) -> _Opened:
     start = now(device)
     model = open_model(name, device)
-    executor, notices = make_executor(model, plan, device, progress=_Notes(), advice=advice, kv=kv)
+    executor, notices = make_executor(model, room, device, progress=_Notes(), advice=advice, kv=kv)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
     return _Opened(model, executor, notices, round(now(device) - start, 3))
 
@@ -225,8 +187,8 @@ def main_format(model: Model) -> str:
 
 
 class _Runner:
-    def __init__(self, opened: _Opened, options: BenchOptions, limit: StreamLimit) -> None:
-        self.opened, self.options, self.limit = opened, options, limit
+    def __init__(self, opened: _Opened, options: BenchOptions, limit: StreamLimit, peak_tflops: float | None) -> None:
+        self.opened, self.options, self.limit, self.peak_tflops = opened, options, limit, peak_tflops
         self.executor = opened.executor
         self._loop = self.executor.make_loop()
         self._fill_cache()
@@ -237,8 +199,7 @@ class _Runner:
             randomise(self.executor.pools[kind.name], kind.head_size, generator)
 
     def _cache_at(self, depth: int) -> SequenceCache:
-        kinds: tuple[CacheKind, ...] = self.executor.step.kinds
-        cache = SequenceCache(self.executor.plan, kinds, make_pools(self.executor.plan, kinds))
+        cache = empty_cache(self.executor)
         fill_to(cache, depth)
         return cache
 
@@ -313,8 +274,8 @@ class _Runner:
             raise NumericalError(f"depth {depth}: tokens {replayed} replayed, {again} one by one: a kernel is wrong")
 
     def check_kernels(self) -> None:
-        """The last logits of a short prompt row by row and all rows at once: on a device that is through the decode
-        kernels and through the plain list of torch operations.
+        """The last logits of a short prompt row by row and all rows at once: on a device that is through the kernels of
+        decoding and through those of many rows, which share no product and no attention.
 
         NumericalError when they differ by more than roundings can explain: a speed is worth nothing without it.
         """
@@ -327,7 +288,7 @@ class _Runner:
         # NaN fails too: it compares false with everything.
         if not error < most:
             whose = "the decode kernels" if is_device else "rows one by one"
-            other, culprit = ("the plain list", "a kernel") if is_device else ("all rows at once", "an operation")
+            other, culprit = ("those of many rows", "a kernel") if is_device else ("all rows at once", "an operation")
             raise NumericalError(
                 f"logits of {whose} differ from {other} by {error:.3g}, expected below {most}: {culprit} is wrong"
             )
@@ -376,18 +337,8 @@ class _Runner:
 
     def prompt(self, n_prompt: int) -> Row:
         """Prompt tokens a second from an empty cache."""
-        rates = []
-        for _ in range(min(self.options.repeats, 2)):
-            cache = self._cache_at(0)
-            start = now(self.executor.device)
-            for first in range(0, n_prompt, self.executor.plan.chunk):
-                n = min(self.executor.plan.chunk, n_prompt - first)
-                batch = Batch()
-                cache.append_rows(batch, [FIRST_TOKEN] * n, [n - 1])
-                self.executor.run(batch)
-                cache.commit(n)
-            rates.append(n_prompt / (now(self.executor.device) - start))
-        return self._row("prompt", None, n_prompt, 0, rates, None)
+        speed = measure_prompt(self.executor, n_prompt, self.options.repeats, self.peak_tflops)
+        return self._row("prompt", None, n_prompt, 0, speed.rates, None, speed=speed)
 
     def _row(
         self,
@@ -398,12 +349,14 @@ class _Runner:
         rates: list[float],
         checksum: str | None,
         batch: int = 1,
+        speed: PromptSpeed | None = None,
     ) -> Row:
         rate, device, model = median(rates), self.executor.device, self.opened.model
         kernels = self.executor if isinstance(self.executor, DeviceExecutor) else None
         n_gen = 0 if n_prompt else self.options.n_gen
         weights, cache = token_bytes(self.executor.step, depth + n_gen // 2)
         cache *= batch
+        speed = speed or PromptSpeed(rates)
         share = (weights + cache) * (rate / batch) / (self.limit.gb_s * 1e9)
         return Row(
             verb=verb,
@@ -418,6 +371,10 @@ class _Runner:
             tok_s=round(rate, 2),
             tok_s_spread=spread(rates),
             share=round(share, 4) if verb == "decode" else None,
+            tflops=speed.tflops,
+            peak_tflops=speed.peak_tflops,
+            share_of_peak=speed.share_of_peak,
+            attention_share=speed.attention_share,
             file_bytes=weights + cache,
             moved_bytes=self.executor.moved_bytes() + cache,
             stream_gb_s=round(self.limit.gb_s, 1),

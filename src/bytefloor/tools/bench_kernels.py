@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import ClassVar
 
@@ -57,11 +58,12 @@ ROLES = {"q": "qkv", "o": "o", "gate": "gate_up", "down": "down", "embedding": "
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """What to time; formats and shapes empty for all."""
+    """What to time; formats and shapes empty for all. rows: of activations, see ``bench_row_products``."""
 
     formats: tuple[str, ...] = ()
     shapes: tuple[str, ...] = ()
     repeats: int = 7
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,11 @@ class Timed:
 def describe(case: Case, step: Step) -> list[tuple[str, Timed]]:
     """(part of the list, what it is) of every product in its order."""
     products = [call for call in fuse_one_row(step) if isinstance(call, FusedProduct)]
-    return [(call.part, _describe_product(case, call)) for call in products]
+    return [(call.part, describe_product(case, call)) for call in products]
 
 
-def _describe_product(case: Case, fused: FusedProduct) -> Timed:
+def describe_product(case: Case, fused: FusedProduct) -> Timed:
+    """One of them."""
     weights = [matrix(call) for call in fused.products]
     role, k = ROLES[weights[0].name.rpartition(".")[2]], weights[0].shape[1]
     n_moved = sum(
@@ -181,16 +184,20 @@ def _name(case: Case, role: str, part: str) -> str:
 
 def bench_kernels(options: KernelOptions) -> Iterator[KernelRow]:
     """Rows as they are measured. RequestError for formats and shapes that do not exist, with those that do."""
-    formats = options.formats or FORMATS
-    for kind in formats:
-        if kind not in FORMATS:
-            raise RequestError(f"-f {kind}: expected {', '.join(FORMATS)}")
-    is_wanted = _choose(options.shapes)
+    formats, is_wanted = choose_formats(options.formats), choose_shapes(options.shapes)
     device = choose_card()
     stream_gb_s = measure_limit(device).gb_s
     for case in make_cases():
         for kind in formats:
             yield from _Bench(case, kind, device, is_wanted, options.repeats, stream_gb_s).rows()
+
+
+def choose_formats(asked: Sequence[str]) -> Sequence[str]:
+    """Those asked for, or all."""
+    for kind in asked:
+        if kind not in FORMATS:
+            raise RequestError(f"-f {kind}: expected {', '.join(FORMATS)}")
+    return asked or FORMATS
 
 
 def choose_card() -> torch.device:
@@ -200,9 +207,9 @@ def choose_card() -> torch.device:
     return torch.device("cuda")
 
 
-def _choose(words: Sequence[str]) -> Callable[[str], bool]:
+def choose_shapes(words: Sequence[str]) -> Callable[[str], bool]:
     """Whether a shape is asked for: by its name, or by words of it with dots between."""
-    names = {timed.shape for case in make_cases() for timed in _plan(case, "BF16")}
+    names = {timed.shape for case in make_cases() for timed in list_products(case, "BF16")}
 
     def has(name: str, word: str) -> bool:
         return f".{word}." in f".{name}."
@@ -213,14 +220,15 @@ def _choose(words: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: not words or any(has(name, word) for word in words)
 
 
-def _step(shape: Shape, kind: str, device: torch.device | str) -> Step:
+def step_of(shape: Shape, kind: str, device: torch.device | str) -> Step:
+    """The list of a model of that shape, all of whose matrices have one format."""
     model = load_model(checkpoint_of("bench", shape, kind, device))
     return build_step(model.config, model.weights, DEVICE_ROUNDING)
 
 
-def _plan(case: Case, kind: str) -> list[Timed]:
+def list_products(case: Case, kind: str) -> list[Timed]:
     """The products of the case."""
-    described = describe(case, _step(case.shape_for(kind), kind, "cpu"))
+    described = describe(case, step_of(case.shape_for(kind), kind, "cpu"))
     return list(dict.fromkeys(timed for part, timed in described if (part != "head") == case.layers))
 
 
@@ -237,14 +245,13 @@ class _Bench:
         stream_gb_s: float,
     ) -> None:
         self.case, self.kind, self.device, self.repeats, self.stream_gb_s = case, kind, device, repeats, stream_gb_s
-        self.products = [t for t in _plan(case, kind) if is_wanted(t.shape)]
+        self.products = [t for t in list_products(case, kind) if is_wanted(t.shape)]
 
     def rows(self) -> Iterator[KernelRow]:
         """One for each product that is asked for."""
         if not self.products:
             return
-        n_copies = min(MOST_COPIES, max(2, math.ceil(ROTATED_BYTES / min(t.file_bytes for t in self.products))))
-        executors = self._open(n_copies)
+        executors = self._open(count_copies(self.products))
         for executor in executors:
             _run_a_token(executor)
         pairs = [pair for executor in executors for pair in self._launches(executor)]
@@ -262,7 +269,9 @@ class _Bench:
         n_models = 1 if self.case.layers else n_copies
         if self.case.layers:
             shape = replace(shape, n_layers=(n_copies + 1) * shape.n_layers)
-        return [DeviceExecutor(_step(shape, self.kind, self.device), plan, device=self.device) for _ in range(n_models)]
+        return [
+            DeviceExecutor(step_of(shape, self.kind, self.device), plan, device=self.device) for _ in range(n_models)
+        ]
 
     def _launches(self, executor: DeviceExecutor) -> list[tuple[Timed, Launch]]:
         """The executor's own launches of products, each with what it is.
@@ -292,6 +301,11 @@ class _Bench:
         )
 
 
+def count_copies(products: Sequence[Timed]) -> int:
+    """Matrices of each product that launches take by turns."""
+    return min(MOST_COPIES, max(2, math.ceil(ROTATED_BYTES / min(timed.file_bytes for timed in products))))
+
+
 def _run_a_token(executor: DeviceExecutor) -> None:
     """Buffers with values like a model's, which then stand ready for launches in any order."""
     for pool in executor.pools.values():
@@ -306,16 +320,32 @@ def _run_a_token(executor: DeviceExecutor) -> None:
 
 def time_launches(launches: Sequence[Launch], architecture: str, device: torch.device, repeats: int) -> list[float]:
     """Microseconds a launch, of each of several replays of one graph of many."""
+    return time_graph(prepare(launches, architecture, device), device, repeats)
+
+
+def prepare(launches: Sequence[Launch], architecture: str, device: torch.device) -> list[Callable[[], None]]:
+    """What puts each of them on the current stream."""
     with current(device):
         kernels = load_kernels([launch.kernel for launch in launches], architecture)
-    n_rounds = math.ceil(LEAST_LAUNCHES / len(launches))
+
+    def start(launch: Launch) -> None:
+        handle = torch.cuda.current_stream(device).cuda_stream
+        kernels[launch.kernel].launch(handle, launch.grid, launch.arguments)
+
+    return [partial(start, launch) for launch in launches]
+
+
+def time_graph(
+    starts: Sequence[Callable[[], None]], device: torch.device, repeats: int, n_least: int = LEAST_LAUNCHES
+) -> list[float]:
+    """Microseconds of each start, which may be several kernels, of several replays of one graph of n_least or more."""
+    n_rounds = math.ceil(n_least / len(starts))
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side), torch.cuda.graph(graph, stream=side):
-        handle = torch.cuda.current_stream(device).cuda_stream
         for _ in range(n_rounds):
-            for launch in launches:
-                kernels[launch.kernel].launch(handle, launch.grid, launch.arguments)
+            for start in starts:
+                start()
     for _ in range(WARM_UP):
         graph.replay()
-    return [timed_us(device, graph.replay) / (n_rounds * len(launches)) for _ in range(repeats)]
+    return [timed_us(device, graph.replay) / (n_rounds * len(starts)) for _ in range(repeats)]

@@ -18,6 +18,10 @@ from typing import Any, ClassVar
 import torch
 
 from bytefloor.engine.stream_limit import StreamLimit, measure_stream_limit
+from bytefloor.engine.tensor_peak import measure_tensor_peak
+
+PERCENTAGES = ("share", "share_of_peak", "attention_share", "tok_s_spread", "us_spread")
+"""Fields that a table for people shows so."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,60 @@ class Measured:
     """A row. None stands for what was not measured. COLUMNS: the fields that a table for people shows."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
+
+
+@dataclass(frozen=True)
+class Row(Measured):
+    """One measurement of a model. Rates are medians; spread is (largest - smallest) / median. None: not measured.
+
+    batch: sequences that decode together, of all of which tok_s is. sampling: greedy, or sampled with the default
+    parameters of ``run``; None for prompts, which give no token. kv: what the cache keeps.
+    tflops: of a prompt, 10^12 multiplications and additions a second of products and attention; share_of_peak: of
+    peak_tflops, which cuBLAS reached with bf16 in this run. attention_share: what part of a prompt's time the kernels
+    of attention take.
+    file_bytes: a token's weights and live cache as the file encodes them; moved_bytes: what the device's own layout
+    makes of them. host_us: the host's time to start one token. host_memory_gb: of the weights, what kernels read from
+    pinned host memory. load_s: from opening the file to ready, kernels in the cache; first_start_s: the same where
+    kernels had to be compiled first. executor: kernels, or reference. notes: what the user was told of the model and
+    the stream limit.
+    """
+
+    COLUMNS: ClassVar = (
+        "model", "format", "sampling", "n_prompt", "n_gen", "depth", "batch", "kv", "tok_s", "tok_s_spread", "share",
+        "tflops", "share_of_peak", "attention_share", "load_s", "first_start_s", "checksum",
+    )  # fmt: skip
+    verb: str
+    model: str
+    format: str
+    sampling: str | None
+    n_prompt: int
+    n_gen: int
+    depth: int
+    batch: int
+    kv: str
+    tok_s: float
+    tok_s_spread: float | None
+    share: float | None
+    tflops: float | None
+    peak_tflops: float | None
+    share_of_peak: float | None
+    attention_share: float | None
+    file_bytes: int
+    moved_bytes: int
+    stream_gb_s: float
+    host_us: float | None
+    load_s: float
+    first_start_s: float | None
+    capacity: int
+    device_memory_gb: float | None
+    host_memory_gb: float | None
+    checksum: str | None
+    executor: str
+    notes: tuple[str, ...]
+    card: str
+    clock_mhz: int | None
+    commit: str | None
+    date: str
 
 
 class RowWriter:
@@ -70,7 +128,7 @@ class RowWriter:
 def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.1%}" if name in ("share", "tok_s_spread", "us_spread") else str(value)
+    return f"{value:.1%}" if name in PERCENTAGES else str(value)
 
 
 def say(notices: Sequence[str | None]) -> None:
@@ -86,6 +144,15 @@ def measure_limit(device: torch.device) -> StreamLimit:
     say([limit.notice])
     free_memory(device)
     return limit
+
+
+def measure_peak(device: torch.device) -> float | None:
+    """The peak of the tensor cores, 10^12 operations a second; None on a CPU. Its memory is free again too."""
+    peak = measure_tensor_peak(device)
+    if peak is not None:
+        torch._C._cuda_clearCublasWorkspaces()
+    free_memory(device)
+    return peak
 
 
 def free_memory(device: torch.device) -> None:

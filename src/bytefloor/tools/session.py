@@ -19,6 +19,7 @@ from bytefloor.errors import RequestError
 from bytefloor.text.reasoning import Channel, ReasoningSplitter
 from bytefloor.tools import interrupt
 from bytefloor.tools.models import find_model
+from bytefloor.tools.reading import ReadingBar
 
 Show = Callable[[Channel, str], None]
 
@@ -73,10 +74,13 @@ def count_tokens(n: int) -> int | None:
     return n
 
 
-def stream_answer(engine: Engine, request: Request, splitter: ReasoningSplitter, show: Show) -> Answer:
+def stream_answer(
+    engine: Engine, request: Request, splitter: ReasoningSplitter, show: Show, console: Console | None = None
+) -> Answer:
     """Serve a request, showing each piece as it comes. Ctrl-C ends the answer, not the program.
 
     It is heeded between two steps, which keeps what was computed; a second Ctrl-C does not wait for that.
+    console: where the reading of a long prompt is shown, if that is a terminal; None: standard error.
     """
     texts: dict[Channel, list[str]] = {"content": [], "reasoning": []}
     sampled: list[Sampled] = []
@@ -86,15 +90,19 @@ def stream_answer(engine: Engine, request: Request, splitter: ReasoningSplitter,
             texts[channel].append(text)
             show(channel, text)
 
+    console = console or Console(stderr=True, highlight=False)
     request_id = engine.add(request)
     finish: Finish | None = None
     try:
         with interrupt.between_steps() as is_pressed:
-            while finish is None:
-                for delta in engine.step():
-                    finish = _take_delta(delta, sampled, splitter, take)
-                if is_pressed():
-                    finish = finish or engine.cancel(request_id)
+            with ReadingBar(console, lambda: engine.reading(request_id), engine.executor.device) as bar:
+                while finish is None:
+                    deltas = engine.step()
+                    bar.look()
+                    for delta in deltas:
+                        finish = _take_delta(delta, sampled, splitter, take)
+                    if is_pressed():
+                        finish = finish or engine.cancel(request_id)
             take(splitter.finish())
     finally:
         engine.cancel(request_id)

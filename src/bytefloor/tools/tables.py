@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytefloor.tools.bench_row_products import CUBLAS, FUSED
+
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 BENCH_PAGE = ROOT / "docs" / "bench.md"
 RESULTS = ROOT / "docs" / "results"
-BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+MISSING = "Not measured yet.\n"
 HEADINGS = ("model", "cache", "sequences", "depth", "tok/s", "sampled tok/s", "share of the floor", "card", "date")
 SIZES = ("30MB", "75MB", "500MB")
 
@@ -47,6 +49,56 @@ def make_table(rows: Rows) -> str:
     return _markdown(HEADINGS, lines)
 
 
+def make_prompt_table(rows: Rows) -> str:
+    """Markdown, a line for each prompt, the newest row of it. Rows whose arithmetic was not counted are left out."""
+    headings = (
+        "model", "cache", "prompt", "tok/s", "TFLOP/s", "share of the peak", "time in attention", "card", "date"
+    )  # fmt: skip
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        if row.get("share_of_peak") is not None:
+            found[row["model"], row["kv"], f"{row['n_prompt']:,}"] = row
+    lines = [
+        (*what, f"{row['tok_s']:,.0f}", f"{row['tflops']:.0f}", f"{row['share_of_peak']:.1%}",
+         "" if row["attention_share"] is None else f"{row['attention_share']:.1%}", row["card"], row["date"])
+        for what, row in found.items()
+    ]  # fmt: skip
+    if not lines:
+        return MISSING
+    peaks = [row["peak_tflops"] for row in found.values()]
+    told = f"bf16 peak measured in these runs: {min(peaks):.0f} to {max(peaks):.0f} TFLOP/s."
+    return _markdown(headings, lines) + f"\n{told}\n"
+
+
+def make_rows_table(rows: Rows) -> str:
+    """Markdown, a line for each product of many rows, the newest of it: the kernel beside unpacking and cuBLAS."""
+    headings = (
+        "shape",
+        "format",
+        "rows",
+        "kernel, us",
+        "unpack + cuBLAS, us",
+        "TFLOP/s",
+        "share of the peak",
+        "card",
+        "date",
+    )
+    found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        place = row["shape"], row["format"], str(row["rows"])
+        before = found.setdefault(place, {})
+        if any(other["date"] != row["date"] for other in before.values()):
+            before.clear()
+        before[row["route"]] = row
+    lines = []
+    for what, routes in found.items():
+        us = {route: f"{row['us']:.1f}" for route, row in routes.items()}
+        row = routes.get(FUSED) or routes[CUBLAS]
+        speed = ("", "") if FUSED not in routes else (f"{row['tflops']:.0f}", f"{row['share_of_peak']:.1%}")
+        lines.append((*what, us.get(FUSED, ""), us.get(CUBLAS, ""), *speed, row["card"], row["date"]))
+    return _markdown(headings, lines) if lines else MISSING
+
+
 def make_limit_line(rows: Rows, kernels: Rows) -> str:
     """What shares are shares of, and the fastest product beside it."""
     limits = [row["stream_gb_s"] for row in rows]
@@ -65,7 +117,7 @@ def make_kernel_table(rows: Rows) -> str:
             shares.setdefault((row["format"], row["card"], row["date"]), {})[row["shape"]] = f"{row['share']:.1%}"
     lines = [(key[0], *(cells.get(size, "") for size in SIZES), *key[1:]) for key, cells in shares.items()]
     if not lines:
-        return "Not measured yet.\n"
+        return MISSING
     limits = {size: [row["stream_gb_s"] for row in rows if row["shape"] == size] for size in SIZES}
     told = ", ".join(f"{size} {min(found):.0f} to {max(found):.0f}" for size, found in limits.items() if found)
     return _markdown(("format", *SIZES, "card", "date"), lines) + f"\nRead bandwidth measured, GB/s: {told}.\n"
@@ -76,17 +128,31 @@ def _markdown(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> st
     return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines)]) + "\n"
 
 
-def with_table(text: str, table: str) -> str:
-    """The text with what stands between the markers replaced."""
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + table + END + rest.split(END)[1]
+def with_table(text: str, name: str, table: str) -> str:
+    """The text with what stands between the markers of that name replaced."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    head, rest = text.split(begin)
+    return head + begin + table + end + rest.split(end)[1]
 
 
 def make_pages() -> dict[Path, str]:
     """Each page that holds a table, as it should be."""
     rows, kernels = load_rows(RESULTS), load_rows(RESULTS, "kernel")
-    tables = {README: make_table(rows) + make_limit_line(rows, kernels), BENCH_PAGE: make_kernel_table(kernels)}
-    return {path: with_table(path.read_text(), table) for path, table in tables.items()}
+    tables = {
+        README: {
+            "results": make_table(rows) + make_limit_line(rows, kernels),
+            "prompts": make_prompt_table(load_rows(RESULTS, "prompt")),
+        },
+        BENCH_PAGE: {
+            "results": make_kernel_table(kernels),
+            "rows": make_rows_table(load_rows(RESULTS, "kernel_rows")),
+        },
+    }
+    pages = {path: path.read_text() for path in tables}
+    for path, named in tables.items():
+        for name, table in named.items():
+            pages[path] = with_table(pages[path], name, table)
+    return pages
 
 
 def main() -> None:
