@@ -5,7 +5,7 @@ A twin gets the very arguments that the kernel would get, and does to them what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import flash_twin
 from bytefloor.engine import device as device_module
 from bytefloor.engine import planner as planner_module
-from bytefloor.engine import prompt as prompt_module
+from bytefloor.engine import row_planner as row_planner_module
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import KernelSpec
 from bytefloor.engine.launches import STORAGES
@@ -54,7 +55,7 @@ class TwinDevice:
         monkeypatch.setattr(device_module, "load_kernels", self.load_kernels)
         monkeypatch.setattr(device_module, "device_architecture", lambda device: "sm_90a")
         properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_multiprocessor=228 * 1024)
-        for module in (planner_module, prompt_module):
+        for module in (planner_module, row_planner_module):
             monkeypatch.setattr(module.torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: TwinStream())
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: TwinStream())
@@ -103,6 +104,12 @@ class TwinKernel(RowTwins, FlashTwin):
         self.device, self.d = device, dict(kernel.defines)
         self.twin = getattr(self, kernel.name)
 
+    def prepare(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> Callable[[], None]:
+        return lambda: self.launch(stream, grid, arguments)
+
+    def attention_rows(self, *arguments: Any) -> None:
+        flash_twin.attention_rows(self.d, *arguments)
+
     def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
         if self.device.recording is not None:
             self.device.recording.append((self.twin, arguments))
@@ -128,8 +135,9 @@ class TwinKernel(RowTwins, FlashTwin):
         places.copy_(order[:n])
 
     def unpack(self, packed: Tensor, rows: Tensor | None, first: int, step: int, n: int, out: Tensor) -> None:
-        at = rows if rows is not None else first + step * torch.arange(n)
-        out.copy_(self.matrix(packed)[at])
+        at = rows[:n] if rows is not None else first + step * torch.arange(n)
+        values = self.matrix(packed)[at] * self.f("SCALE")
+        out.view(-1)[: values.numel()] = values.flatten()
 
     def product(
         self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,

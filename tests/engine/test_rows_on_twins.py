@@ -1,4 +1,4 @@
-"""The tests of tests/gpu/test_rows.py with Python twins in place of the kernels: the twins, and the tests themselves."""
+"""tests/gpu/test_rows.py with a Python twin in place of every kernel: the twins, and the tests themselves."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_every_value_is_that_of_the_format(library: ctypes.CDLL, name: str, k: i
 
 
 SPLIT = ("Q3_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "FP4-E2M1-g128", *NVFP4)
-"""Of these a scale is two bf16 numbers. Affine codes with scales of bf16 are rounded once where value() rounds twice."""
+"""Of these a scale is two bf16 numbers. Affine codes with scales of bf16 are rounded once, where value() rounds too."""
 
 
 def owned_by_lanes(columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +162,7 @@ def test_fragments_are_the_values_in_bf16(library: ctypes.CDLL, name: str, k: in
     got = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).double()
     nearest = dense.bfloat16().double()
     is_rounded_otherwise = name in SPLIT or scales_of(name) == torch.bfloat16
-    assert (got != nearest).double().mean() <= (0.01 if is_rounded_otherwise else 0)
+    assert (got != nearest).double().mean() <= (0.002 if is_rounded_otherwise else 0)
     ulp = torch.exp2((torch.frexp(nearest).exponent.clamp(min=-125) - 8).double())
     assert ((got - nearest).abs() <= ulp).all()
 

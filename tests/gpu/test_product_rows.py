@@ -42,7 +42,11 @@ def _by_rows(name: str, parts: dict[str, Tensor], n: int) -> dict[str, Tensor]:
 
 
 def run(
-    weights: Sequence[tuple[stream.StreamForm, Tensor]], sizes: Sequence[int], x: Tensor, splits: int, activation: str | None
+    weights: Sequence[tuple[stream.StreamForm, Tensor]],
+    sizes: Sequence[int],
+    x: Tensor,
+    splits: int,
+    activation: str | None,
 ) -> Tensor:
     """Float32 [T, N] of rows x [T, K]: outputs beyond them must stay NaN."""
     n_rows, k = x.shape
@@ -121,8 +125,7 @@ def test_gates(name: str, activation: str) -> None:
         found = run([(form, packed)], [2 * n_gates], x, 1, activation).double()
         rounded = x.to(torch.bfloat16).double()
         (gate, up), (gate_error, up_error) = (
-            (rows[:, 0::2], rows[:, 1::2])
-            for rows in (rounded @ weight.T, BOUND * (rounded.abs() @ weight.abs().T))
+            (rows[:, 0::2], rows[:, 1::2]) for rows in (rounded @ weight.T, BOUND * (rounded.abs() @ weight.abs().T))
         )
         expected = OPS["glu"].reference(gate, up, activation)
         ones = torch.ones_like(gate)

@@ -324,5 +324,3 @@ def test_values_that_are_not_finite_have_scales_of_nan(
     scales = codes_and_scales(heads.cache, 64)[1][pages, 1, :, offsets]
     is_nan = [[i == 3 and head == 1 for head in range(2)] for i in range(len(pages))]
     assert scales.isnan().tolist() == is_nan
-
-

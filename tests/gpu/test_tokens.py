@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bytefloor.errors import UnsupportedError
 from bytefloor.formats import lookups
 from bytefloor.model.fuse import FusedProduct
 from bytefloor.model.step import OpCall

@@ -48,8 +48,9 @@ class PromptRunner:
         n = len(batch.tokens)
         if n > self.most_rows:
             raise CapacityError(f"{n} rows at once: there is room for chunks of {self.most_rows}")
-        self._place(batch)
-        walk, trunk = self._trunk(pad_rows(n))
+        pitch = pad_rows(n)
+        self._place(batch, pitch)
+        walk, trunk = self._trunk(pitch)
         for start in trunk:
             start()
         return self._head(walk, len(batch.wanted))
@@ -78,7 +79,7 @@ class PromptRunner:
         logits = _summed(head.planes)[:n_wanted]
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
-    def _place(self, batch: Batch) -> None:
+    def _place(self, batch: Batch, pitch: int) -> None:
         """Rows, pages and attention's items to where the kernels look for them."""
         inputs, n = self._planner.inputs, len(batch.tokens)
         pin = self._device.type == "cuda"
@@ -89,12 +90,16 @@ class PromptRunner:
         host = torch.zeros(inputs.values.shape, dtype=torch.int32, pin_memory=pin)
 
         def put(name: str, values: Sequence[int]) -> None:
-            start = inputs.start_of(name)
+            start = inputs.starts[name]
+            if len(values) > inputs.sizes[name]:
+                raise CapacityError(f"{name} of a batch: {len(values)} numbers, there is room for {inputs.sizes[name]}")
             host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
 
         put("positions", batch.positions)
         put("slots", batch.slots)
-        put("sequence", [*batch.sequence, *[PADDING_SEQUENCE] * (inputs.tokens.shape[0] - n)])
+        padding = inputs.starts["sequence"]
+        host[padding + n : padding + pitch] = PADDING_SEQUENCE
+        put("sequence", batch.sequence)
         put("wanted", batch.wanted)
         runs = runs_of(batch)
         for size in inputs.item_rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import STORAGES, Card
+from bytefloor.engine.launches import ACTIVATIONS, STORAGES, Card
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.fuse import FusedAttention
 
@@ -19,7 +19,6 @@ HEAD_THREADS = 256
 HEAD_BLOCKS = 4
 """Blocks a multiprocessor that heads of rows are spread over, where rows are few."""
 GLU_THREADS = 256
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
 def plan_norm_rows(

@@ -75,14 +75,18 @@ class RowInputs:
     rows: the most there may be. item_sizes: rows an item of attention has, of each kind of layer.
     """
 
-    def __init__(self, rows: int, plan: CachePlan, tables: Mapping[str, int], item_rows: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, rows: int, plan: CachePlan, tables: Mapping[str, int], item_rows: Sequence[int], device: torch.device
+    ) -> None:
         self.item_rows = tuple(dict.fromkeys(item_rows))
         sizes = {"positions": rows, "slots": rows, "sequence": rows, "wanted": rows}
         sizes |= {f"items.{n}": 4 * self.n_items(rows, n, plan) for n in self.item_rows}
         sizes |= {f"table.{name}": plan.n_sequences * n for name, n in tables.items()}
-        # Each on 16 bytes: an item is read at once.
-        self.sizes = {name: ceil_div(n, 4) * 4 for name, n in sizes.items()}
-        self.values = torch.zeros(sum(self.sizes.values()), dtype=torch.int32, device=device)
+        self.sizes, self.starts, end = sizes, {}, 0
+        for name, n in sizes.items():
+            self.starts[name] = end
+            end += ceil_div(n, 4) * 4  # each on 16 bytes: an item is read at once
+        self.values = torch.zeros(end, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     @staticmethod
@@ -90,12 +94,8 @@ class RowInputs:
         """The most pieces that so many rows of all sequences are cut into."""
         return ceil_div(rows, item_rows) + plan.n_sequences
 
-    def start_of(self, name: str) -> int:
-        names = list(self.sizes)
-        return sum(self.sizes[other] for other in names[: names.index(name)])
-
     def view(self, name: str) -> Tensor:
-        start = self.start_of(name)
+        start = self.starts[name]
         return self.values[start : start + self.sizes[name]]
 
 
@@ -257,7 +257,7 @@ class Walk:
 
         def mix() -> None:
             planes = projected.values[: projected.n * projected.plane_stride].view(projected.n, pitch, n_layers, width)
-            normed = rms_norm(planes.sum(0) * projected_scale, weight, eps)
+            normed = rms_norm(planes.sum(0) * projected_scale, eps, weight)
             mixed = (normed + own[: pitch * n].view(pitch, n_layers, width)) * scale
             out[: pitch * n].view(pitch, n_layers, width).copy_(mixed)
 

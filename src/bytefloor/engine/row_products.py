@@ -44,7 +44,7 @@ class RowTile:
 TILES = (
     RowTile(32, 2, 2, 104, 24),
     RowTile(64, 2, 2, 104, 24),
-    RowTile(128, 3, 1, 160, 32),
+    RowTile(128, 4, 1, 112, 32),
     RowTile(256, 2, 1, 232, 40),
 )
 """Few rows leave the tensor cores waiting for the weights' unpacking, which more warps do faster; many need registers."""
@@ -60,7 +60,9 @@ def pad_rows(n: int) -> int:
 
 def row_paddings(n: int) -> tuple[int, ...]:
     """All that ``pad_rows`` gives for up to n rows."""
-    return tuple(sorted({pad_rows(i) for i in (*(tile.n_rows for tile in TILES), *range(1, n + 1)) if i <= pad_rows(n)}))
+    return tuple(
+        sorted({pad_rows(i) for i in (*(tile.n_rows for tile in TILES), *range(1, n + 1)) if i <= pad_rows(n)})
+    )
 
 
 def tile_for(pitch: int) -> RowTile:
@@ -79,7 +81,9 @@ def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowT
     slots_x = min(5, max(2, (room - 3 * slot) // (tile_bytes + BARRIER_BYTES)))
     slots_w = min(8, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
     if slots_w < 2:
-        raise UnsupportedError(f"{forms[0].name}: no room for two slots of {slot} bytes beside tiles of {tile.n_rows} rows")
+        raise UnsupportedError(
+            f"{forms[0].name}: no room for two slots of {slot} bytes beside tiles of {tile.n_rows} rows"
+        )
     return spec(
         "product_rows",
         tile.threads,

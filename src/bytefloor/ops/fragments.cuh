@@ -7,12 +7,22 @@
 // Symmetric forms. One fused operation of bf16 takes a byte to (byte - offset) / 64, exact. A float32 scale is two bf16 numbers,
 // high + low, and
 //   bf16(code * high + bf16(code * low))
-// is at most 2^-17 of the weight from code * scale before it is rounded: one weight in some hundreds is the neighbour of the
-// bf16 number that is nearest.
-// Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all forms.
+// is at most 2^-17 of the weight from code * scale before it is rounded: less than one weight in a thousand is the
+// neighbour of the bf16 number that is nearest to value().
+// Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all
+// those forms, so a fused operation changes nothing.
 //
 // Integer instructions have half the rate of multiplications: what can be a multiplication is one.
 #pragma once
+
+// Four codes' parts in place: of a word of bytes, and out of planes of upper bits, see formats/lanes.py.
+constexpr u32 NIBBLES = 0x0f0f0f0f, SIGNS = 0x80808080, FIFTH = 0x10101010, UPPER = 0x30303030;
+__device__ __forceinline__ u32 fifth(u32 plane, int run) {
+    return (run < 4 ? plane << (4 - run) : plane >> (run - 4)) & FIFTH;
+}
+__device__ __forceinline__ u32 upper(u32 plane, int run) {
+    return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
+}
 
 // a[4 half + 2 pair + row] = elements 4 half + 2 pair and the next of a row, as make(run, pair) gives them.
 template <typename MAKE> __device__ __forceinline__ void make_fragments(u32 (&a)[8], MAKE make) {
@@ -23,7 +33,6 @@ template <typename MAKE> __device__ __forceinline__ void make_fragments(u32 (&a)
 constexpr u32 NO_PAIR = 0x80008000;  // -0 leaves a product as it is
 
 __device__ __forceinline__ u32 multiply_pairs(u32 a, u32 b) { return fma_pairs(a, b, NO_PAIR); }
-__device__ __forceinline__ u32 pair_of(float v) { return pack_halves<true>(v, v); }
 
 // What scales are multiplied by for codes that are bf16 pairs, and for those read as float16.
 constexpr float CODE_UNIT = 64.f, HALF_UNIT = 16777216.f;
@@ -54,13 +63,15 @@ struct SplitScales {  // of rows g and g + 8: both highs in a word, and both low
     }
 };
 
-// A byte below 128, or a signed one whose sign has been flipped, times a scale of 16 bits: exact. What the float made of the byte
-// has beside it, 128 and 32768, is taken off in the same operation.
-__device__ __forceinline__ float times_byte(float scale, u32 word, int which) {
-    return fmaf(__uint_as_float(__byte_perm(word, 0x43000000u, 0x7044 | which << 8)), scale, -128.f * scale);
-}
+// A signed byte whose sign has been flipped times a scale of 16 bits: exact. What the float made of the byte has beside
+// it, 2^15, is taken off in the same operation.
 __device__ __forceinline__ float times_flipped(float scale, u32 word, int which) {
     return fmaf(__uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | which << 4)), scale, -(32768.f + 128.f) * scale);
+}
+// Bytes 0 and 1 of a word times the scales of two rows: exact too.
+__device__ __forceinline__ float2 times_bytes(float scale0, float scale1, u32 word) {
+    float2 bytes = two_halves(two_bytes(word, 0));
+    return make_float2(bytes.x * (HALF_UNIT * scale0), bytes.y * (HALF_UNIT * scale1));
 }
 
 // Bytes less OFFSET times scales that are multiplied by CODE_UNIT.
@@ -78,6 +89,34 @@ __device__ __forceinline__ void minimum_fragments(const u32 (&runs)[4], const fl
         float scale = scales[run >> 1], minimum = minimums[run >> 1];
         return pack_halves<true>(fmaf(codes.x, scale, minimum), fmaf(codes.y, scale, minimum));
     });
+}
+
+// The same of nibbles, low ones of run 0 and high ones of run 1, whose place is 16 times as much: two of four bytes at once.
+__device__ __forceinline__ void nibble_fragments(uint2 u, const float (&scales)[2], const float (&minimums)[2], u32 (&a)[8]) {
+    make_fragments(a, [&](int run, int pair) {
+        u32 row = run < 2 ? u.x : u.y, mask = run & 1 ? 0x00f000f0 : 0x000f000f;
+        float2 even = two_halves(row & mask), odd = two_halves(row >> 8 & mask);
+        float scale = run & 1 ? scales[run >> 1] * 0.0625f : scales[run >> 1], minimum = minimums[run >> 1];
+        return pack_halves<true>(fmaf(pair ? even.y : even.x, scale, minimum), fmaf(pair ? odd.y : odd.x, scale, minimum));
+    });
+}
+
+// The four runs of a group as bytes.
+template <bool HAS_FIFTH> __device__ __forceinline__ void nibble_runs(uint2 u, u32 plane, int group, u32 (&runs)[4]) {
+#pragma unroll
+    for (int run = 0; run < 4; run++) {
+        runs[run] = (run < 2 ? u.x : u.y) >> 4 * (run & 1) & NIBBLES;
+        if (HAS_FIFTH) runs[run] |= fifth(plane, 4 * group + run);
+    }
+}
+
+// Codes of four or five bits with minimums.
+template <bool HAS_FIFTH>
+__device__ __forceinline__ void raised_fragments(uint2 u, u32 plane, int group, const float (&scales)[2], const float (&minimums)[2],
+                                                 u32 (&a)[8]) {
+    u32 runs[4];
+    nibble_runs<HAS_FIFTH>(u, plane, group, runs);
+    HAS_FIFTH ? minimum_fragments(runs, scales, minimums, a) : nibble_fragments(u, scales, minimums, a);
 }
 
 struct FourValues {  // those that codes of two bits stand for, of one row: a table for a byte permutation

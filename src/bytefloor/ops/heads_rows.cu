@@ -1,26 +1,29 @@
-// heads_rows: from the outputs of the QKV product of many rows to queries, and keys and values in the pages of the cache.
+// heads_rows: from the outputs of the QKV product of many rows to queries, and keys and values in the pages of the
+// cache.
 //
-// Per head: q = rope(rms_norm(., q_weight)) * SCALE * log2(e), for a softmax in powers of two; k = rope(rms_norm(., k_weight)),
-// v = rms_norm(.) where the model has one. Queries leave as bf16 [n_rows][H][E]; k and v as the cache keeps them, see
-// attention_storage.cuh; with ROTATED that is v and the lanes of k that turn, and queries take k_weight in the others. Slot p of
-// a sequence lies in page table[sequence][(p / PAGE) % n_table] at offset p % PAGE. Rows whose sequence is < 0 are left out.
-// Exact but for the order of float32 sums and the rounding of what leaves. Moves q, k and v once, and half as much or less to
-// queries and pages.
+// Per head: q = rope(rms_norm(., q_weight)) * SCALE * log2(e), for a softmax in powers of two; k = rope(rms_norm(.,
+// k_weight)), v = rms_norm(.) where the model has one. Queries leave as bf16 [n_rows][H][E]; k and v as the cache keeps
+// them, see attention_storage.cuh; with ROTATED that is v and the lanes of k that turn, and queries take k_weight in
+// the others. Slot p of a sequence lies in page table[sequence][(p / PAGE) % n_table] at offset p % PAGE. Rows whose
+// sequence is < 0 are left out.
+// Exact but for the order of float32 sums and the rounding of what leaves. Moves q, k and v once, and half as much or
+// less to queries and pages.
 //
 // Arguments, in order:
-//   const float* q; int q_stride (floats from a row to the next), q_planes, q_plane_stride (floats from a plane to the next);
-//   the same four of k, and of v: null and zeros where there is none of its own; const float* q_weight [E], k_weight [E] or null;
-//   const double* frequencies [E / 2] (radians a position) or null; const int* positions, slots, sequence [n_rows]; Stored* cache
-//   (the layer's); const int* table [B][n_table]; int n_table; bf16* q_out; int n_rows.
-// Defined by the host: STORAGE, ROTATED, E (a multiple of 16), H, J, PAGE, OWNS_KV, V_FROM_K, QK_NORM, V_NORM, ROPE (0 none, 1 split,
-// 2 interleaved), SCALE, EPS, THREADS. Blocks: n_rows by as many as share the heads of a row.
+//   const float* q; int q_stride, floats from a row to the next; int q_planes; int q_plane_stride, floats from a plane
+//   to the next; the same four of k, and of v: null and zeros where there is none of its own; const float* q_weight
+//   [E], or null; const float* k_weight [E], or null; const double* frequencies [E / 2], radians a position, or null;
+//   const int* positions [n_rows]; const int* slots [n_rows]; const int* sequence [n_rows]; Stored* cache, the layer's;
+//   const int* table [B][n_table]; int n_table; bf16* q_out; int n_rows.
+// Defined by the host: STORAGE, ROTATED, E (a multiple of 16), H, J, PAGE, OWNS_KV, V_FROM_K, QK_NORM, V_NORM, ROPE
+// (0 none, 1 split, 2 interleaved), SCALE, EPS, THREADS. Blocks: n_rows by as many as share the heads of a row.
 #include <cuda_bf16.h>
 
 constexpr int TILE = 16;  // of attention_storage.cuh, which lays out shared memory too
 #include "attention_storage.cuh"
 
-// A head by a warp, or a half or quarter of one: a lane has fours of the first half and the same ones of the second, so that
-// both partners of a pair that turns are in one lane.
+// A head by a warp, or a half or quarter of one: a lane has fours of the first half and the same ones of the second, so
+// that both partners of a pair that turns are in one lane.
 constexpr int FOURS = E / 8, LANES = FOURS > 16 ? 32 : FOURS > 8 ? 16 : 8, TURNS = (FOURS + LANES - 1) / LANES;
 constexpr int TASKS = H + (OWNS_KV ? 2 * J : 0), AT_ONCE = THREADS / LANES, ANGLES = (E / 2 + THREADS - 1) / THREADS;
 constexpr float QUERY_SCALE = SCALE * 1.4426950408889634f;
@@ -60,7 +63,9 @@ struct Head {  // v[2 m]: elements of the first half from 4 (m LANES + at) on; v
 #pragma unroll
         for (int i = 0; i < 2 * TURNS; i++) v[i].x *= by, v[i].y *= by, v[i].z *= by, v[i].w *= by;
     }
-    __device__ __forceinline__ void multiply(int i, float4 by) { v[i].x *= by.x, v[i].y *= by.y, v[i].z *= by.z, v[i].w *= by.w; }
+    __device__ __forceinline__ void multiply(int i, float4 by) {
+        v[i].x *= by.x, v[i].y *= by.y, v[i].z *= by.z, v[i].w *= by.w;
+    }
 };
 
 __device__ __forceinline__ void turn(float& a, float& b, float2 angle) {
@@ -69,34 +74,29 @@ __device__ __forceinline__ void turn(float& a, float& b, float2 angle) {
     b = y * angle.x + x * angle.y;
 }
 
-struct Angles {  // cosine and sine of a lane's pairs
-    float2 of[4 * TURNS];
-    __device__ __forceinline__ void load(const float2* turns, int at) {
+// Cosine and sine of pair i are turns[i].
+__device__ __forceinline__ void turn_pairs(Head& x, const float2* turns, int at) {
 #pragma unroll
-        for (int i = 0; i < 4 * TURNS; i++) {
-            int four = i / 4 * LANES + at, pair = ROPE == 1 ? 4 * four + i % 4 : i / 2 % 2 * (E / 4) + 2 * four + i % 2;
-            of[i] = Head::has(i / 4, at) ? turns[pair] : make_float2(1.f, 0.f);
+    for (int m = 0; m < TURNS; m++) {
+        if (!Head::has(m, at)) continue;
+        float4 &a = x.v[2 * m], &b = x.v[2 * m + 1];
+        const float2* own = turns + (m * LANES + at) * (ROPE == 1 ? 4 : 2);
+        if (ROPE == 1) {
+            turn(a.x, b.x, own[0]), turn(a.y, b.y, own[1]), turn(a.z, b.z, own[2]), turn(a.w, b.w, own[3]);
+        } else {
+            const float2* upper = own + E / 4;
+            turn(a.x, a.y, own[0]), turn(a.z, a.w, own[1]), turn(b.x, b.y, upper[0]), turn(b.z, b.w, upper[1]);
         }
     }
-    __device__ __forceinline__ void apply(Head& x) const {
-#pragma unroll
-        for (int m = 0; m < TURNS; m++) {
-            float4 &a = x.v[2 * m], &b = x.v[2 * m + 1];
-            const float2* angle = of + 4 * m;
-            if (ROPE == 1)
-                turn(a.x, b.x, angle[0]), turn(a.y, b.y, angle[1]), turn(a.z, b.z, angle[2]), turn(a.w, b.w, angle[3]);
-            else
-                turn(a.x, a.y, angle[0]), turn(a.z, a.w, angle[1]), turn(b.x, b.y, angle[2]), turn(b.z, b.w, angle[3]);
-        }
-    }
-};
+}
 
 __device__ __forceinline__ void store_bf16(void* to, float4 v) {
     *(uint2*)to = make_uint2(pack_halves<true>(v.x, v.y), pack_halves<true>(v.z, v.w));
 }
 
 // A key or a value to its place in the page; `page` is that of the slot, for a value where values begin.
-__device__ __forceinline__ void keep(const Head& x, Stored* page, int j, int offset, bool is_value, int at, bool is_there) {
+__device__ __forceinline__ void keep(const Head& x, Stored* page, int j, int offset, bool is_value, int at,
+                                     bool is_there) {
     Stored* to = page + row_in_page(j, offset);
 #if STORAGE
     u32 largest = 0;
@@ -115,8 +115,10 @@ __device__ __forceinline__ void keep(const Head& x, Stored* page, int j, int off
 #pragma unroll
     for (int i = 0; i < 2 * TURNS; i++)
         if (Head::has(i / 2, at)) {
-            u32 front = encode(x.v[i].x, scale) | encode(x.v[i].y, scale) << 8;
-            *(u32*)(to + Head::element(i, at)) = front | encode(x.v[i].z, scale) << 16 | (u32)encode(x.v[i].w, scale) << 24;
+            const float4& v = x.v[i];
+            u32 front = encode(v.x, scale) | encode(v.y, scale) << 8;
+            u32 back = encode(v.z, scale) | encode(v.w, scale) << 8;
+            *(u32*)(to + Head::element(i, at)) = front | back << 16;
         }
 #else
     if (!is_there) return;
@@ -129,11 +131,13 @@ __device__ __forceinline__ void keep(const Head& x, Stored* page, int j, int off
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    heads_rows(const float* q, int q_stride, int q_planes, int q_plane_stride, const float* k, int k_stride, int k_planes,
-               int k_plane_stride, const float* v, int v_stride, int v_planes, int v_plane_stride, const float* q_weight,
-               const float* k_weight, const double* frequencies, const int* positions, const int* slots, const int* sequence,
-               Stored* cache, const int* table, int n_table, __nv_bfloat16* q_out, int n_rows) {
-    __shared__ float2 turns[E / 2];
+    heads_rows(const float* q, int q_stride, int q_planes, int q_plane_stride,
+               const float* k, int k_stride, int k_planes, int k_plane_stride,
+               const float* v, int v_stride, int v_planes, int v_plane_stride,
+               const float* q_weight, const float* k_weight, const double* frequencies, const int* positions,
+               const int* slots, const int* sequence, Stored* cache, const int* table, int n_table,
+               __nv_bfloat16* q_out, int n_rows) {
+    __shared__ __align__(16) float2 turns[E / 2];
     int tid = threadIdx.x, at = tid % LANES, row = blockIdx.x;
     let_next_start();
     // Norms and frequencies depend on no kernel.
@@ -142,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     k_by.load_weight(QK_NORM || KEYS_ARE_VALUES ? k_weight : nullptr, at);
     double frequency[ANGLES];
 #pragma unroll
-    for (int n = 0; n < ANGLES; n++) frequency[n] = ROPE && n * THREADS + tid < E / 2 ? frequencies[n * THREADS + tid] : 0;
+    for (int n = 0; n < ANGLES; n++)
+        frequency[n] = ROPE && n * THREADS + tid < E / 2 ? frequencies[n * THREADS + tid] : 0;
     wait_for_previous();
     if (row >= n_rows) return;
     int sequence_row = sequence[row], position = ROPE ? positions[row] : 0, slot = OWNS_KV ? slots[row] : 0;
@@ -168,8 +173,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             turns[n * THREADS + tid] = make_float2(cosine, sine);
         }
     __syncthreads();
-    Angles angles;
-    if (ROPE) angles.load(turns, at);
     int offset = slot % PAGE;
     Stored* page = cache;
     if (OWNS_KV) page += (size_t)table[(size_t)sequence_row * n_table + slot / PAGE % n_table] * (BLOCKS * J * BLOCK);
@@ -192,13 +195,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (!is_value && QK_NORM) x.multiply(i, is_query ? q_by.v[i] : k_by.v[i]);
             if (KEYS_ARE_VALUES && is_query && !is_rotated(Head::element(i, at))) x.multiply(i, k_by.v[i]);
         }
-        if (ROPE && !is_value) angles.apply(x);
+        if (ROPE && !is_value) turn_pairs(x, turns, at);
         if (is_query)
 #pragma unroll
             for (int i = 0; i < 2 * TURNS; i++)
-                if (Head::has(i / 2, at)) store_bf16(q_out + ((size_t)row * H + task) * E + Head::element(i, at), x.v[i]);
+                if (Head::has(i / 2, at))
+                    store_bf16(q_out + ((size_t)row * H + task) * E + Head::element(i, at), x.v[i]);
         if (OWNS_KV)
-            keep(x, page + (is_value && !KEYS_ARE_VALUES ? J * BLOCK : 0), is_query ? 0 : (task - H) % J, offset, is_value, at,
-                 is_there && !is_query);
+            keep(x, page + (is_value && !KEYS_ARE_VALUES ? J * BLOCK : 0), is_query ? 0 : (task - H) % J, offset,
+                 is_value, at, is_there && !is_query);
     }
 }

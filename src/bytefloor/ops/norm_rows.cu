@@ -4,15 +4,17 @@
 //   d = sum of delta planes, in order; POST_NORM: d = rms_norm(d) * post_weight
 //   v = (x + d) * scalar, which goes back to x where HAS_DELTA or SCALAR, but not where `rows` are picked
 //   tiles[i] = bf16(NORM ? rms_norm(v) * norm_weight : v), zero in columns K .. Kp - 1; see row_tiles.py
-// Exact but for the order of float32 sums, which depends on K alone, and that one rounding. Moves a row of x to and fro, its
-// planes once, and half as much to the tiles; weights of the norms stay in shared memory while a block goes from row to row.
+// Exact but for the order of float32 sums, which depends on K alone, and that one rounding. Moves a row of x to and
+// fro, its planes once, and half as much to the tiles; weights of the norms stay in shared memory while a block goes
+// from row to row.
 //
 // Arguments, in order:
-//   const int* rows [n_rows] or null; float* x [T][K]; const float* delta [n_planes][..][K] or null; int n_planes;
-//   int plane_stride (floats from a plane to the next); const float* post_weight [K] or null; const float* norm_weight [K] or null;
-//   const float* scalar (one float) or null; u8* tiles; int n_rows; int pitch.
-// Defined by the host: K (a multiple of 4), WARPS (of a row), TOGETHER (rows of a block), RESIDENT (blocks of a multiprocessor),
-// EPS, HAS_DELTA, POST_NORM, SCALAR, NORM. Shared memory: WEIGHT_BYTES for each of the norms. Blocks: any number.
+//   const int* rows [n_rows], or null; float* x [..][K]; const float* delta [n_planes][..][K], or null; int n_planes;
+//   int plane_stride, floats from a plane to the next; const float* post_weight [K], or null;
+//   const float* norm_weight [K], or null; const float* scalar, one, or null; u8* tiles; int n_rows; int pitch.
+// Defined by the host: K (a multiple of 4), WARPS (of a row), TOGETHER (rows of a block), RESIDENT (blocks of a
+// multiprocessor), EPS, HAS_DELTA, POST_NORM, SCALAR, NORM. Shared memory: WEIGHT_BYTES for each of the norms. Blocks:
+// any number, of 32 WARPS * TOGETHER threads.
 #include "row_tiles.cuh"
 
 constexpr int LANES = 32 * WARPS, FOURS = (K + 63) / 64 * 16, TURNS = (FOURS + LANES - 1) / LANES;
@@ -24,7 +26,8 @@ struct Share {  // of a row, as a lane has it: four elements from 4 (m LANES + a
     static __device__ __forceinline__ bool has(int m, int at) { return (m * LANES + at) * 4 < K; }
     template <typename LOAD> __device__ __forceinline__ void load(const float* p, int at, LOAD load) {
 #pragma unroll
-        for (int m = 0; m < TURNS; m++) v[m] = has(m, at) ? load((const float4*)p + m * LANES + at) : make_float4(0, 0, 0, 0);
+        for (int m = 0; m < TURNS; m++)
+            v[m] = has(m, at) ? load((const float4*)p + m * LANES + at) : make_float4(0, 0, 0, 0);
     }
     __device__ __forceinline__ void add(const Share& other) {
 #pragma unroll

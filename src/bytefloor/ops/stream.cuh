@@ -24,8 +24,6 @@ typedef unsigned long long u64;
 #include "tensor_core.cuh"
 #include "fragments.cuh"
 
-constexpr u32 NIBBLES = 0x0f0f0f0f, SIGNS = 0x80808080;
-
 // Byte `which` of a word as a float, without the slow conversion unit: 2^23 + b is a float whose last bits are b.
 __device__ __forceinline__ float byte_as_float(u32 word, int which) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | which)) - 8388608.f;
@@ -100,23 +98,6 @@ __device__ __forceinline__ void multiply_more(Sums& sums, u32 row0, u32 row1, u3
              (row1 >> 4 & NIBBLES) | back1, x, mask);
 }
 
-constexpr u32 FIFTH = 0x10101010, UPPER = 0x30303030;
-__device__ __forceinline__ u32 fifth(u32 plane, int run) {
-    return (run < 4 ? plane << (4 - run) : plane >> (run - 4)) & FIFTH;
-}
-__device__ __forceinline__ u32 upper(u32 plane, int run) {
-    return (run < 2 ? plane << (4 - 2 * run) : plane >> (2 * run - 4)) & UPPER;
-}
-
-// The four runs of a group as bytes.
-template <bool HAS_FIFTH> __device__ __forceinline__ void nibble_runs(uint2 u, u32 plane, int group, u32 (&runs)[4]) {
-#pragma unroll
-    for (int run = 0; run < 4; run++) {
-        runs[run] = (run < 2 ? u.x : u.y) >> 4 * (run & 1) & NIBBLES;
-        if (HAS_FIFTH) runs[run] |= fifth(plane, 4 * group + run);
-    }
-}
-
 // The two groups of a step, of 4-bit codes or with a fifth bit.
 template <bool HAS_FIFTH, typename MASK>
 __device__ __forceinline__ void multiply_step(Sums (&sums)[2], uint4 u, u32 plane, uint2 x, MASK mask0, MASK mask1) {
@@ -178,16 +159,13 @@ template <bool HAS_FIFTH> struct K45 {  // Q4_K and Q5_K: d sc code - dmin mn
     // Two rows' scales, or minimums, of group 2 step + group are two bytes side by side.
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
-        uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
-        u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[at.index * 4 + step] : 0, runs[4];
-        nibble_runs<HAS_FIFTH>(u, plane, group, runs);
         const u8* place = record + SCALES + 16 * at.g + 8 * (step & 1) + 4 * group + 2 * (step >> 1);
         u32 sc = *(const unsigned short*)place, mn = *(const unsigned short*)(place + MINIMUMS - SCALES);
-        uint2 super = ((const uint2*)(record + SUPER))[at.g];
+        uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group], super = ((const uint2*)(record + SUPER))[at.g];
         float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
-        float scales[2] = {times_byte(HALF_UNIT * d0.x, sc, 0), times_byte(HALF_UNIT * d1.x, sc, 1)};
-        float minimums[2] = {times_byte(-d0.y, mn, 0), times_byte(-d1.y, mn, 1)};
-        minimum_fragments(runs, scales, minimums, a);
+        float2 s = times_bytes(HALF_UNIT * d0.x, HALF_UNIT * d1.x, sc), m = times_bytes(-d0.y, -d1.y, mn);
+        u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[at.index * 4 + step] : 0;
+        raised_fragments<HAS_FIFTH>(u, plane, group, {s.x, s.y}, {m.x, m.y}, a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {
@@ -304,13 +282,14 @@ template <int STEPS, bool HAS_FIFTH, bool HAS_MINIMUM> struct Legacy : Stepped<S
     template <typename LANE>
     static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
         int place = step * 32 + at.index, scale = Base::scale_at(at.g, 64 * step + 32 * group);
+        uint2 u = ((const uint2*)record)[place * 2 + group];
         u32 plane = HAS_FIFTH ? ((const u32*)(record + HIGH))[place] : 0, runs[4];
-        nibble_runs<HAS_FIFTH>(((const uint2*)record)[place * 2 + group], plane, group, runs);
         if (HAS_MINIMUM) {
             uint2 pair = ((const uint2*)(record + SCALES))[scale];
             float2 d0 = two_halves(pair.x), d1 = two_halves(pair.y);
-            minimum_fragments(runs, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
+            raised_fragments<HAS_FIFTH>(u, plane, group, {HALF_UNIT * d0.x, HALF_UNIT * d1.x}, {d0.y, d1.y}, a);
         } else {
+            nibble_runs<HAS_FIFTH>(u, plane, group, runs);
             float2 d = __half22float2(((const __half2*)(record + SCALES))[scale]);
             scaled_fragments<OFFSET>(runs, CODE_UNIT * d.x, CODE_UNIT * d.y, a);
         }

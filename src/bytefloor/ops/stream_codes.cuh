@@ -106,6 +106,9 @@ template <int BITS, int STEPS, int GROUP, bool IS_BF16> struct Affine : Stepped<
                 int row = run >> 1;
                 return fma_pairs(code_pair<0>(runs[run], pair), half_twice(scales, row), half_twice(row ? words.y : words.x, 1));
             });
+        } else if (BITS == 4) {
+            uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
+            nibble_fragments(u, {HALF_UNIT * row0.x, HALF_UNIT * row1.x}, {row0.y, row1.y}, a);
         } else {
             minimum_fragments(runs, {HALF_UNIT * row0.x, HALF_UNIT * row1.x}, {row0.y, row1.y}, a);
         }
@@ -153,8 +156,8 @@ struct Q2_K {  // d sc code - dmin mn, scale and minimum in a byte for each 16
         u32 sc = pair & 0x0f0f, mn = pair >> 4 & 0x0f0f;
         uint2 super = ((const uint2*)(record + SUPER))[at.g];
         float2 d0 = two_halves(super.x), d1 = two_halves(super.y);
-        four_value_fragments(runs, {FourValues(times_byte(d0.x, sc, 0), times_byte(-d0.y, mn, 0)),
-                                    FourValues(times_byte(d1.x, sc, 1), times_byte(-d1.y, mn, 1))}, a);
+        float2 s = times_bytes(d0.x, d1.x, sc), m = times_bytes(-d0.y, -d1.y, mn);
+        four_value_fragments(runs, {FourValues(s.x, m.x), FourValues(s.y, m.y)}, a);
     }
 
     static __device__ __forceinline__ float value(const u8* record, int row, int column) {

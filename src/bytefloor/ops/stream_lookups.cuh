@@ -46,7 +46,8 @@ template <> struct LookedUpPairs<E2M1> {
 
 // The codes of a lane's two rows of a group, times their scales.
 template <typename T, typename SCALES, typename LANE>
-__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, const SCALES& scales, u32 (&a)[8]) {
+__device__ __forceinline__ void looked_up_fragments(const u8* record, const LANE& at, int step, int group, const SCALES& scales,
+                                                    u32 (&a)[8]) {
     uint2 u = ((const uint2*)record)[(step * 32 + at.index) * 2 + group];
     u32 rows[2][4];
     LookedUpPairs<T>::make(u.x, rows[0]);
