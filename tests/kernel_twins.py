@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flash_twin
 from bytefloor.engine import device as device_module
 from bytefloor.engine import planner as planner_module
 from bytefloor.engine import row_planner as row_planner_module
@@ -106,9 +105,6 @@ class TwinKernel(RowTwins, FlashTwin):
 
     def prepare(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> Callable[[], None]:
         return lambda: self.launch(stream, grid, arguments)
-
-    def attention_rows(self, *arguments: Any) -> None:
-        flash_twin.attention_rows(self.d, *arguments)
 
     def launch(self, stream: int, grid: tuple[int, int], arguments: Sequence[Any]) -> None:
         if self.device.recording is not None:
