@@ -1,39 +1,40 @@
 // attention_rows: softmax(q K^T) V of many rows over the live band of a paged cache, on tensor cores.
 //
-// q bf16 [T][H][E], normed, turned, and times scale log2(e): scores are exponents of two. items: first row, rows, slot of the first
-// and sequence; the rows of an item have consecutive slots, and their own keys and values are in the cache. A row at slot p sees slots
-// max(0, p - WINDOW + 1) .. p, which lie in pages table[sequence][slot / PAGE % n_table]; pages as in attention_storage.cuh. out: row
-// tiles [H E rounded up to 64 / 64][pitch / 8][8][64] of bf16, permuted as a product's weights are (see store).
-// Grid: items, J. Of a page, what lies outside the union of an item's bands may be anything: such keys are masked after the
-// product, such values are zero where products read them, such scales are zero.
-// Approximate: keys and values are bf16 or codes that bf16 holds, sums are float32; scales of codes multiply scores and shares
-// in float32. Shares are rounded to bf16 for the product with V, their sum is taken before, and the output is rounded to bf16.
-// The order of all sums follows from the slots alone: two runs give the same bits.
+// q bf16 [T][H][E], normed, turned, and times scale log2(e): scores are exponents of two. items: first row, rows, slot
+// of the first and sequence; the rows of an item have consecutive slots, and their own keys and values are in the
+// cache. A row at slot p sees slots max(0, p - WINDOW + 1) .. p, which lie in pages table[sequence][slot / PAGE %
+// n_table]; pages as in attention_storage.cuh. out: row tiles (row_tiles.py) of H E columns. Grid: items, J.
+// What lies outside the union of an item's bands may be anything: such keys are masked after the product, such values
+// are zero where products read them, such scales are zero.
+// Approximate: keys and values are bf16 or codes that bf16 holds, sums are float32; scales of codes multiply scores
+// and shares in float32. Shares are rounded to bf16 for the product with V, their sum is taken before, and the output
+// is rounded to bf16. The order of all sums follows from the slots alone: two runs give the same bits.
 // Moves the union band of K and V once an item. Needs cp.async and mma (sm_80); wgmma where there is sm_90a.
 //
-// A tile of M products' rows is rows by heads of one KV head: m = row (H / J) + head, so that all heads share keys and values.
-// Up to E = 256 each warpgroup has 64 such rows; beyond, two share 64: both have the scores, and each its PART of the values' columns.
-// Other warps fill a ring of slots with keys and values by turns. Where keys are values but for some lanes (ROTATED), a slot has both:
-// steps of 16 lanes take either columns of V or those lanes.
+// A tile of M rows of a product is rows by heads of one KV head, m = row (H / J) + head, so that all heads share keys
+// and values. Up to E = 256 each warpgroup has 64 such rows; beyond, two share 64: both have the scores, and each its
+// part of the values' columns. Other warps fill a ring of slots with keys and values. Where keys are values but for
+// some lanes (ROTATED), a slot has both: steps of 16 lanes take either columns of V or those lanes.
 //
-// Defined by the host: STORAGE, ROTATED, E, H, J, WINDOW (0: none), PAGE, TILE (positions), STAGES (slots), GROUPS (warpgroups that
-// multiply), PARTS (of the columns of V, one a warpgroup).
+// Defined by the host: STORAGE, ROTATED, E, H, J, WINDOW (0: none), PAGE, TILE (positions), STAGES (slots), GROUPS
+// (warpgroups that multiply), PARTS (of the columns of V).
 #include <cuda_bf16.h>
 
 #include "attention_storage.cuh"
 #include "row_tiles.cuh"
 #include "warpgroup.cuh"
 
-constexpr int G = H / J, M = GROUPS * 64 / PARTS, MULTIPLIERS = GROUPS * 128, LOADERS = 128, THREADS = MULTIPLIERS + LOADERS;
+constexpr int G = H / J, M = GROUPS * 64 / PARTS;
+constexpr int MULTIPLIERS = GROUPS * 128, LOADERS = 128, THREADS = MULTIPLIERS + LOADERS;
 constexpr int COLUMNS = E <= 64 ? 64 : E <= 128 ? 128 : E <= 256 ? 256 : 512, KEY_COLUMNS = (ROTATED + 63) / 64 * 64;
 constexpr int MY_COLUMNS = COLUMNS / PARTS, TILE_BYTES = TILE * 128;  // of 64 columns
-constexpr int FILLS = KEYS_ARE_VALUES ? 1 : 2;                       // slots that a tile takes
-constexpr int PAGES = TILE > PAGE ? TILE / PAGE : 1;                 // of a tile
+constexpr int FILLS = KEYS_ARE_VALUES ? 1 : 2;        // slots that a tile takes
+constexpr int PAGES = TILE > PAGE ? TILE / PAGE : 1;  // of a tile
 // Whether scores of the next tile come before values of this one, so that exponentials run beside products of the same
 // warpgroup. Two slots that hold both have no room for that: the one would be filled while nobody has anything to do.
 constexpr bool IS_AHEAD = FILLS > 1 || STAGES > 2;
 constexpr int LAG = STAGES > 3 ? 2 : 1;  // fills under way behind the one that is being asked for
-#define NEVER __int_as_float(0xff800000)
+#define NEVER __int_as_float(0xff800000)  // the exponent of no share
 constexpr float LOWEST = -1e30f;
 static_assert(PAGE % TILE == 0 || TILE % PAGE == 0, "whole tiles a page, or whole pages a tile");
 static_assert(E % 16 == 0 && E <= 512 && MY_COLUMNS <= 256 && TILE % 16 == 0 && STAGES > 1, "whole tensor core tiles");
@@ -41,11 +42,14 @@ static_assert(H % J == 0 && G <= M && M % 16 == 0, "a row's heads are in one til
 static_assert(!KEYS_ARE_VALUES || E % 32 == 0, "a step of 16 lanes is of values or of lanes that turn");
 
 // Shared memory: queries, slots, of every slot the scales of keys and values of its tile, barriers.
-constexpr int QUERY_BYTES = M * COLUMNS * 2, SLOT_BYTES = TILE_BYTES / 64 * (COLUMNS + KEY_COLUMNS), AT_SCALES = QUERY_BYTES + STAGES * SLOT_BYTES,
+constexpr int QUERY_BYTES = M * COLUMNS * 2, SLOT_BYTES = TILE_BYTES / 64 * (COLUMNS + KEY_COLUMNS),
+              AT_SCALES = QUERY_BYTES + STAGES * SLOT_BYTES,
               AT_BARRIERS = AT_SCALES + (HAS_SCALES ? STAGES * TILE * 8 : 0);
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 __device__ __forceinline__ bool is_past(u64* b, u32 parity) {
     u32 done;
     asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -108,15 +112,19 @@ __device__ __forceinline__ void put_queries(const __nv_bfloat16* q, u8* queries,
     for (int i = threadIdx.x; i < M * (E / 8); i += MULTIPLIERS) {
         int m = i / (E / 8), c = i % (E / 8), row = m / G;
         const __nv_bfloat16* from = q + ((size_t)(item.x + row) * H + j * G + m % G) * E + c * 8;
-        *(uint4*)(queries + c / 8 * (M * 128) + swizzled(m, c % 8)) = row < item.y ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+        *(uint4*)(queries + c / 8 * (M * 128) + swizzled(m, c % 8)) =
+            row < item.y ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
     }
 }
 
-// s [64][TILE] += 16 lanes: step `of_query` of a tile of 64 lanes times step `of_key`; this warp's 16 of the 64 begin at `rows`.
-__device__ __forceinline__ void multiply_lanes(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int of_query, int of_key, int rows) {
+// s [64][TILE] += 16 lanes: step `of_query` of a tile of 64 lanes times step `of_key`; this warp's 16 of the 64 rows
+// begin at `rows`.
+__device__ __forceinline__ void multiply_lanes(float (&s)[TILE / 8][4], const u8* queries, const u8* keys, int of_query,
+                                               int of_key, int rows) {
 #if HAS_WARPGROUPS
     static_assert(M % 64 == 0, "whole products of a warpgroup");
-    wgmma<TILE>(s, operand_at(shared_address(queries) + of_query * 32, 16), operand_at(shared_address(keys) + of_key * 32, 16));
+    wgmma<TILE>(s, operand_at(shared_address(queries) + of_query * 32, 16),
+                operand_at(shared_address(keys) + of_key * 32, 16));
 #else
     u32 r[4];
     int lane = threadIdx.x % 32;
@@ -141,7 +149,8 @@ __device__ __forceinline__ void ask_scores(float (&s)[TILE / 8][4], const u8* qu
 }
 
 // o [64][MY_COLUMNS] += shares times values, of the columns that `values` begins with.
-__device__ __forceinline__ void ask_values(float (&o)[MY_COLUMNS / 8][4], const u32 (&p)[TILE / 16][4], const u8* values) {
+__device__ __forceinline__ void ask_values(float (&o)[MY_COLUMNS / 8][4], const u32 (&p)[TILE / 16][4],
+                                           const u8* values) {
     begin_products();
 #pragma unroll
     for (int step = 0; step < TILE / 16; step++) multiply_values<MY_COLUMNS>(o, p[step], values, step, TILE_BYTES);
@@ -154,7 +163,8 @@ struct Softmax {
     float largest[2] = {LOWEST, LOWEST}, sum[2] = {0, 0};
 
     // Scores of a tile become shares, times scales of values; what there was before is to be multiplied with `factor`.
-    __device__ __forceinline__ void soften(float (&s)[TILE / 8][4], float (&factor)[2], int position, const float* scales) {
+    __device__ __forceinline__ void soften(float (&s)[TILE / 8][4], float (&factor)[2], int position,
+                                           const float* scales) {
         int t2 = threadIdx.x % 4 * 2;
         if (HAS_SCALES)
 #pragma unroll
@@ -214,15 +224,18 @@ __device__ __forceinline__ void pack_shares(u32 (&p)[TILE / 16][4], const float 
 
 __device__ __forceinline__ void rescale(float (&o)[MY_COLUMNS / 8][4], const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < MY_COLUMNS / 8; i++) o[i][0] *= factor[0], o[i][1] *= factor[0], o[i][2] *= factor[1], o[i][3] *= factor[1];
+    for (int i = 0; i < MY_COLUMNS / 8; i++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) o[i][c] *= factor[c / 2];
 }
 
-// Elements k + 2t, + 1, + 8, + 9 of a row, k a multiple of 16: eight bytes, as lane t's of each 32 elements are a chunk.
+// Elements k + 2t, + 1, + 8, + 9 of a row, k a multiple of 16: eight bytes, as lane t's of 32 elements are a chunk.
 __device__ __forceinline__ uint2* place_in_rows(u8* out, int pitch, int row, int k, int t) {
     return (uint2*)(row_tile_chunk(out, pitch, row, k / 32 * 32 + t * 8) + k / 16 % 2 * 8);
 }
 
-__device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared, int4 item, Band band, u8* out, int pitch) {
+__device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared, int4 item, Band band, u8* out,
+                                             int pitch) {
     Ring ring{shared};
     int j = blockIdx.y, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, t = lane % 4;
     int m = warp % (M / 16) * 16, first_column = warp / (M / 16) * MY_COLUMNS;
@@ -306,12 +319,14 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
     }
     constexpr int MISSING = (64 - H * E % 64) % 64 / 16;  // columns beyond the last are zero
     if (MISSING && j == J - 1)
-        for (int i = threadIdx.x; i < item.y * MISSING * 4; i += MULTIPLIERS)
-            *place_in_rows(out, pitch, item.x + i / (MISSING * 4 + !MISSING), H * E + i / 4 % (MISSING + !MISSING) * 16, i % 4) = make_uint2(0, 0);
+        for (int row = threadIdx.x / 4; row < item.y; row += MULTIPLIERS / 4)
+            for (int i = 0; i < MISSING; i++)
+                *place_in_rows(out, pitch, item.x + row, H * E + i * 16, threadIdx.x % 4) = make_uint2(0, 0);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_rows(const __nv_bfloat16* q, const Stored* cache, const int* table, int n_table, const int4* items, u8* out, int pitch) {
+    attention_rows(const __nv_bfloat16* q, const Stored* cache, const int* table, int n_table, const int4* items,
+                   u8* out, int pitch) {
     extern __shared__ __align__(1024) u8 shared[];
     Ring ring{shared};
     let_next_start();

@@ -1,9 +1,9 @@
-// Keys and values on their way from pages to the slots of attention_rows: by four warps, each of which says of its own copies
-// that they are there.
+// Keys and values on their way from pages to the slots of attention_rows: by four warps, each of which says of its own
+// copies that they are there.
 #pragma once
 
-// A thread has chunks of the same columns in rows that are a power of two apart: place and source of all but the first are
-// known before it runs. LANES_A_ROW is the largest power of two that divides a row's chunks.
+// A thread has chunks of the same columns in rows that are a power of two apart: place and source of all but the first
+// are known before it runs. LANES_A_ROW is the largest power of two that divides a row's chunks.
 constexpr int A_ROW = HAS_SCALES ? E / 16 : ROW / 8, LANES_A_ROW = A_ROW & -A_ROW, CHUNKS_A_LANE = A_ROW / LANES_A_ROW,
               ROWS_TOGETHER = LOADERS / LANES_A_ROW, ROW_STEPS = (TILE + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
 static_assert(PAGE % ROWS_TOGETHER == 0 || ROW_STEPS == 1, "a step of rows lies in one page");
@@ -47,7 +47,8 @@ struct Loader {
         return column / 8 * TILE_BYTES + swizzled(row, column % 8);
     }
     __device__ __forceinline__ const Stored* rows_of(int page, int position, bool is_value) const {
-        return cache + (size_t)page * (BLOCKS * J * BLOCK) + row_in_page(is_value && BLOCKS > 1 ? j + J : j, position % PAGE);
+        return cache + (size_t)page * (BLOCKS * J * BLOCK) +
+               row_in_page(is_value && BLOCKS > 1 ? j + J : j, position % PAGE);
     }
 
     // Of chunk (n, c) of this thread: how far its row is from the first, and what that does to its place.
@@ -76,11 +77,13 @@ struct Loader {
 #pragma unroll
             for (int n = 0; n < ROW_STEPS; n++)
                 if (ROWS_TOGETHER <= TILE || first_row < TILE)
-                    copy_async(slot + stepped(first, n), page_of(from, n, first_row) + (first_row * ROW + column * 8) + row_step(n) * ROW);
+                    copy_async(slot + stepped(first, n),
+                               page_of(from, n, first_row) + (first_row * ROW + column * 8) + row_step(n) * ROW);
         }
     }
     // Values outside the band are zero, since their shares are, and what lies there times zero need not be.
-    __device__ __forceinline__ void copy_band(const Stored* const (&from)[PAGES], u8* slot, int position, bool has_zeros) {
+    __device__ __forceinline__ void copy_band(const Stored* const (&from)[PAGES], u8* slot, int position,
+                                              bool has_zeros) {
 #pragma unroll 1
         for (int i = tid; i < TILE * A_ROW; i += LOADERS) {
             int row = i / A_ROW;
@@ -120,7 +123,8 @@ struct Loader {
             u32 even = decode_even(words[i]), odd = decode_odd(words[i]);
             halves[2 * i] = __byte_perm(even, odd, 0x5410), halves[2 * i + 1] = __byte_perm(even, odd, 0x7632);
         }
-        uint4 low = make_uint4(halves[0], halves[1], halves[2], halves[3]), high = make_uint4(halves[4], halves[5], halves[6], halves[7]);
+        uint4 low = make_uint4(halves[0], halves[1], halves[2], halves[3]),
+              high = make_uint4(halves[4], halves[5], halves[6], halves[7]);
         *(uint4*)(slot + place) = is_odd ? high : low;
         *(uint4*)(slot + (place ^ 16)) = is_odd ? low : high;
     }
@@ -138,7 +142,8 @@ struct Loader {
             for (int i = 0; i < BATCH; i++) {
                 int n = (first + i) % ROW_STEPS, c = (first + i) / ROW_STEPS;
                 if (first + i < ALL && (ROWS_TOGETHER <= TILE || first_row < TILE))
-                    codes[first / BATCH % 2][i] = *(const uint4*)(page_of(from, n, first_row) + row_step(n) * E + c * (LANES_A_ROW * 16));
+                    codes[first / BATCH % 2][i] =
+                        *(const uint4*)(page_of(from, n, first_row) + row_step(n) * E + c * (LANES_A_ROW * 16));
             }
         };
         load(0);
@@ -171,7 +176,8 @@ struct Loader {
 #endif
 };
 
-__device__ __forceinline__ void load_all(Ring ring, const Stored* cache, const int* table, int n_table, Band band, int j) {
+__device__ __forceinline__ void load_all(Ring ring, const Stored* cache, const int* table, int n_table, Band band,
+                                         int j) {
     Loader loader{ring, cache, band, j, (int)threadIdx.x - MULTIPLIERS};
     int position = band.first_tile * TILE, before[PAGES], pages[PAGES], after[PAGES];
     auto look_up = [&](int (&found)[PAGES], int slot) {
