@@ -20,7 +20,8 @@ BARRIER_BYTES = 16
 
 @dataclass(frozen=True)
 class RowTile:
-    """A block's shape. n_rows: of x. warpgroups: with 64 rows of W each. blocks: of a multiprocessor.
+    """A block's shape. n_rows: of x. warpgroups: with 64 rows of W each. blocks: of a multiprocessor. cluster: blocks
+    that share tiles of x, where chips have clusters.
 
     registers, left_registers: of a lane that multiplies and of one that does not, where warpgroups can choose: all
     together what the block was launched with.
@@ -31,6 +32,7 @@ class RowTile:
     blocks: int
     registers: int
     left_registers: int
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -45,7 +47,7 @@ TILES = (
     RowTile(32, 2, 2, 104, 24),
     RowTile(64, 2, 2, 104, 24),
     RowTile(128, 4, 1, 112, 32),
-    RowTile(256, 2, 1, 232, 40),
+    RowTile(256, 2, 1, 232, 40, 2),
 )
 """Few rows leave the tensor cores waiting for the weights' unpacking, which more warps do faster; many need registers."""
 
@@ -92,6 +94,7 @@ def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowT
         TILE=tile.n_rows,
         GROUPS=tile.warpgroups,
         BLOCKS=tile.blocks,
+        CLUSTER=tile.cluster,
         REGISTERS=tile.registers,
         LEFT_REGISTERS=tile.left_registers,
         SLOTS_W=slots_w,
@@ -99,6 +102,13 @@ def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowT
         SLOT_BYTES=slot,
         GLU=ACTIVATIONS[activation],
     )
+
+
+def count_items(sizes: Sequence[int], pitch: int) -> int:
+    """Blocks' items of a product whose K is whole: clusters are whole too."""
+    tile = tile_for(pitch)
+    clusters = sum(ceil_div(n, tile.weight_rows * tile.cluster) for n in sizes) * ceil_div(pitch, tile.n_rows)
+    return clusters * tile.cluster
 
 
 def count_splits(sizes: Sequence[int], k: int, pitch: int, card: Card) -> int:
@@ -109,7 +119,7 @@ def count_splits(sizes: Sequence[int], k: int, pitch: int, card: Card) -> int:
     """
     tile, steps = tile_for(pitch), ceil_div(k, STEP)
     units = steps // 4 if steps % 4 == 0 else 1
-    items = sum(ceil_div(n, tile.weight_rows) for n in sizes) * ceil_div(pitch, tile.n_rows)
+    items = count_items(sizes, pitch)
     blocks = card.n_multiprocessors * tile.blocks
     plane_steps = sum(sizes) * pitch * 8 / (blocks * _BYTES_A_STEP)
 
@@ -130,5 +140,5 @@ _BYTES_A_STEP = 16384
 def n_blocks(sizes: Sequence[int], splits: int, pitch: int, card: Card) -> int:
     """Blocks of a launch: one for each item, or as many as the card has at once."""
     tile = tile_for(pitch)
-    items = sum(ceil_div(n, tile.weight_rows) for n in sizes) * ceil_div(pitch, tile.n_rows) * splits
-    return min(items, card.n_multiprocessors * tile.blocks)
+    most = card.n_multiprocessors * tile.blocks // tile.cluster * tile.cluster
+    return min(count_items(sizes, pitch) * splits, most)

@@ -18,6 +18,11 @@
 // block's records of the largest form), GLU (0, 1 silu, 2 gelu).
 #include "warpgroup.cuh"
 
+#if !BULK
+#undef CLUSTER
+#define CLUSTER 1
+#endif
+
 constexpr int WARPS = 4 * GROUPS, ROWS_W = 16 * WARPS, TILE_BYTES = TILE * 128;
 constexpr int AT_W = SLOTS_X * TILE_BYTES, AT_BARRIERS = AT_W + SLOTS_W * SLOT_BYTES;
 
@@ -47,15 +52,16 @@ struct Item {
 
 struct Items {
     int n0, n1, n2, n_x, splits, steps;
-    static __device__ __forceinline__ int tiles(int n) { return (n + ROWS_W - 1) / ROWS_W; }
+    // Of W: whole clusters, whose blocks share tiles of x. Where W ends before, one of them multiplies for nobody.
+    static __device__ __forceinline__ int tiles(int n) { return (n + CLUSTER * ROWS_W - 1) / (CLUSTER * ROWS_W); }
     __device__ __forceinline__ int tiles() const { return tiles(n0) + tiles(n1) + tiles(n2); }
     __device__ __forceinline__ int count() const { return tiles() * n_x * splits; }
-    __device__ __forceinline__ Item operator[](int i) const {
+    __device__ __forceinline__ Item at(int i, int rank) const {
         Item item;
         int x_tile = i % n_x, w_tile = i / n_x % tiles();
         item.split = i / n_x / tiles();
         item.segment = (w_tile >= tiles(n0)) + (w_tile >= tiles(n0) + tiles(n1));
-        item.row = (w_tile - (item.segment > 0 ? tiles(n0) : 0) - (item.segment > 1 ? tiles(n1) : 0)) * ROWS_W;
+        item.row = (w_tile - (item.segment > 0 ? tiles(n0) : 0) - (item.segment > 1 ? tiles(n1) : 0)) * (CLUSTER * ROWS_W) + rank * ROWS_W;
         item.n = item.segment == 0 ? n0 : item.segment == 1 ? n1 : n2;
         item.column = (item.segment > 0 ? n0 : 0) + (item.segment > 1 ? n1 : 0) + item.row;
         item.first_x = x_tile * TILE;
@@ -74,6 +80,31 @@ __device__ __forceinline__ void fill(void* to, const void* from, u32 bytes, u64*
     for (u32 i = lane * 16; i < bytes; i += 512) copy_async((u8*)to + i, (const u8*)from + i);
 #endif
 }
+// A tile of x is there for all blocks of a cluster: each fetches its part for all, and may do so when all have left the slot.
+__device__ __forceinline__ void fill_tile(u8* to, const u8* from, u64* full, int rank, int lane) {
+#if CLUSTER > 1
+    constexpr int PART_BYTES = TILE_BYTES / CLUSTER;
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to + rank * PART_BYTES)),
+        "l"(from + rank * PART_BYTES), "r"(PART_BYTES), "r"(shared_address(full)), "h"((unsigned short)((1 << CLUSTER) - 1))
+        : "memory");
+#else
+    fill(to, from, TILE_BYTES, full, lane);
+#endif
+}
+__device__ __forceinline__ int rank_in_cluster() {
+    u32 rank = 0;
+#if CLUSTER > 1
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+__device__ __forceinline__ void synchronise_cluster() {
+#if CLUSTER > 1
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void begin_fill(u64* full, u32 bytes) {
 #if BULK
     barrier_expect(full, bytes);
@@ -86,7 +117,8 @@ __device__ __forceinline__ void end_fill(u64* full) {
 }
 
 template <typename FORM>
-__device__ __forceinline__ void produce(Rings& rings, const Item& item, const u8* w, const u8* x, int steps, int pitch, bool& has_waited, int lane) {
+__device__ __forceinline__ void produce(Rings& rings, const Item& item, const u8* w, const u8* x, int steps, int pitch, bool& has_waited, int rank,
+                                        int lane) {
     constexpr int STEPS = FORM::COLUMNS / 64;
     int n_records = steps / STEPS, last_tile = (item.n - 1) / 16;
     for (int k = item.first_k; k < item.end_k; k += STEPS) {
@@ -103,7 +135,7 @@ __device__ __forceinline__ void produce(Rings& rings, const Item& item, const u8
             barrier_wait(rings.empty_x(rings.x.slot), rings.x.parity ^ 1);
             full = rings.full_x(rings.x.slot);
             begin_fill(full, TILE_BYTES);
-            fill(rings.tile(rings.x.slot), x + ((size_t)(k + step) * pitch + item.first_x) * 128, TILE_BYTES, full, lane);
+            fill_tile(rings.tile(rings.x.slot), x + ((size_t)(k + step) * pitch + item.first_x) * 128, full, rank, lane);
             end_fill(full);
             rings.x.next(SLOTS_X);
         }
@@ -113,6 +145,19 @@ __device__ __forceinline__ void produce(Rings& rings, const Item& item, const u8
 __device__ __forceinline__ void leave(u64* empty, int lane) {
     __syncwarp();
     if (lane == 0) barrier_arrive(empty);
+}
+
+__device__ __forceinline__ void leave_tile(u64* empty, int lane) {
+#if CLUSTER > 1
+    __syncwarp();
+    if (lane < CLUSTER)
+        asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(
+                         shared_address(empty)),
+                     "r"(lane)
+                     : "memory");
+#else
+    leave(empty, lane);
+#endif
 }
 
 template <typename FORM>
@@ -133,7 +178,7 @@ __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& ri
             multiply_fragments<TILE>(c, front + 4, tile, 1);
             commit_products();
             wait_products<1>();
-            if (last >= 0) leave(rings.empty_x(last), at.index);
+            if (last >= 0) leave_tile(rings.empty_x(last), at.index);
             FORM::fragments(record, at, step, 1, back);
             begin_products();
             multiply_fragments<TILE>(c, back, tile, 2);
@@ -148,7 +193,7 @@ __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& ri
     }
     wait_products<0>();
     settle(c);
-    if (last >= 0) leave(rings.empty_x(last), at.index);
+    if (last >= 0) leave_tile(rings.empty_x(last), at.index);
 }
 
 #if GLU
@@ -191,21 +236,27 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, cons
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, BLOCKS)
+#if CLUSTER > 1
+#define OF_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define OF_CLUSTERS
+#endif
+extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCKS)
     product_rows(const u8* x, const u8* w0, const u8* w1, const u8* w2, int n0, int n1, int n2, u8* y, int n_rows, int pitch, int y_stride,
                  int steps, int splits) {
     extern __shared__ u8 shared[];
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = rank_in_cluster();
     Rings rings;
     rings.base = shared + (-shared_address(shared) & 1023);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * SLOTS_X + 2 * SLOTS_W; i++) {
-            bool is_full = i < SLOTS_X || (i >= 2 * SLOTS_X && i < 2 * SLOTS_X + SLOTS_W);
-            barrier_init(rings.barrier(i), is_full ? FILLERS : WARPS);
+            bool is_full = i < SLOTS_X || (i >= 2 * SLOTS_X && i < 2 * SLOTS_X + SLOTS_W), is_tile = i < 2 * SLOTS_X;
+            barrier_init(rings.barrier(i), is_full ? FILLERS : is_tile ? CLUSTER * WARPS : WARPS);
         }
         barriers_are_set();
     }
     __syncthreads();
+    synchronise_cluster();
     let_next_start();
     Items items{n0, n1, n2, (n_rows + TILE - 1) / TILE, splits, steps};
     int n_items = items.count();
@@ -213,20 +264,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, BLOCKS)
         leave_registers<LEFT_REGISTERS>();
         if (warp > WARPS || lane >= FILLERS) return;
         bool has_waited = false;
-        for (int i = blockIdx.x; i < n_items; i += gridDim.x) {
-            Item item = items[i];
+        for (int i = blockIdx.x / CLUSTER; i < n_items; i += gridDim.x / CLUSTER) {
+            Item item = items.at(i, rank);
 #define S(index, ...) \
-    if (item.segment == index) produce<__VA_ARGS__>(rings, item, index == 0 ? w0 : index == 1 ? w1 : w2, x, steps, pitch, has_waited, lane);
+    if (item.segment == index) produce<__VA_ARGS__>(rings, item, index == 0 ? w0 : index == 1 ? w1 : w2, x, steps, pitch, has_waited, rank, lane);
             SEGMENTS
 #undef S
         }
+        synchronise_cluster();
         return;
     }
     take_registers<REGISTERS>();
     Lane at(lane);
     wait_for_previous();
-    for (int i = blockIdx.x; i < n_items; i += gridDim.x) {
-        Item item = items[i];
+    for (int i = blockIdx.x / CLUSTER; i < n_items; i += gridDim.x / CLUSTER) {
+        Item item = items.at(i, rank);
         float c[TILE / 8][4];
 #pragma unroll
         for (int m = 0; m < TILE / 8; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0;
@@ -236,4 +288,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32 + 128, BLOCKS)
 #undef S
         store(c, y, item, n_rows, y_stride, at, warp);
     }
+    synchronise_cluster();  // nobody ends while another may still write to its shared memory
 }
