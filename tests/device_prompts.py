@@ -122,8 +122,8 @@ def spoil_pages(executor: DeviceExecutor, cache: SequenceCache) -> None:
 
 def largest_of(step: Step, ids: Sequence[int], device: torch.device, op: str) -> float:
     """The largest absolute result of an op anywhere in the model, by the reference."""
-    executor, found, batch = ReferenceExecutor(step, CachePlan(256, len(ids)), device=device), [0.0], Batch()
-    pools = make_pools(executor.plan, step.kinds)
-    SequenceCache(executor.plan, step.kinds, pools).append_rows(batch, ids, [])
+    plan, found, batch = CachePlan(max(256, len(ids)), len(ids)), [0.0], Batch()
+    executor = ReferenceExecutor(step, plan, device=device)
+    SequenceCache(plan, step.kinds, make_pools(plan, step.kinds)).append_rows(batch, ids, [])
     executor.run(batch, lambda call, result: found.append(result.abs().max().item()) if call.op.name == op else None)
     return max(found)
