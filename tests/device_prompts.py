@@ -14,7 +14,6 @@ from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.files.stored import Checkpoint
-from bytefloor.formats.lanes import STEP
 from bytefloor.model.step import Step
 from device_rows import difference, reference_rows, settle, step_of, worst_row
 
@@ -67,15 +66,11 @@ def expect(checkpoint: Checkpoint, ids: Sequence[int], device: torch.device, sto
 def spoil(executor: DeviceExecutor) -> None:
     """NaN in the cache, in what decoding writes, and in every buffer of a chunk.
 
-    In whole row tiles too: norms and attention write zeros behind their columns, and rows of padding may hold anything.
-    The gated tiles stay as they are where their columns do not fill the last 64: a product writes its own columns alone
-    and counts on zeros behind them.
+    In whole row tiles too: all that write them write zeros behind their columns, and rows of padding may hold anything.
     """
     settle(executor.device)
-    for name, room in executor._prompts._planner._rooms.items():
-        kind, _, columns = name.partition(".")
-        if kind != "gated" or int(columns) % STEP == 0:
-            room.fill_(float("nan"))
+    for room in executor._prompts._planner._rooms.values():
+        room.fill_(float("nan"))
     executor.poison()
     settle(executor.device)
 

@@ -259,13 +259,13 @@ class DeviceExecutor:
         if together:
             found |= self._run_together(batch, together, is_eager)
         others = [rows for rows in rows_of.values() if rows[0] not in together]
-        if is_eager or len(others) == 1:
-            parts = [part_of(batch, rows) for rows in others]
-            for rows, part in zip(others, parts, strict=True):
-                self._show({name: tables[0] for name, tables in part.tables.items()})
-                found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
-        elif others:
-            rows = [row for of_one in others for row in of_one]
+        alone = others if is_eager else [single] if len(single) == 1 else []
+        for rows in alone:
+            part = part_of(batch, rows)
+            self._show({name: tables[0] for name, tables in part.tables.items()})
+            found |= dict(zip((rows[row] for row in part.wanted), self._run_alone(part, is_eager), strict=True))
+        rows = [row for of_one in others if of_one not in alone for row in of_one]
+        if rows:
             part = part_of(batch, rows)
             found |= dict(zip((rows[row] for row in part.wanted), self._prompts.run(part), strict=True))
         return self._stacked([found[row] for row in batch.wanted])

@@ -41,7 +41,7 @@ class PromptRunner:
     @property
     def most_rows(self) -> int:
         """Of a batch."""
-        return self._planner.paddings[-1]
+        return self._planner.most_rows
 
     def run(self, batch: Batch) -> Tensor:
         """Logits float32 [R, V] of the wanted rows; nobody waits for them. CapacityError for more rows than there may be."""

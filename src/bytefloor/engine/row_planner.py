@@ -113,7 +113,7 @@ class RowPlanner:
         self.fused, self.weights, self.plan, self.pools, self.device = fused, weights, plan, pools, device
         properties = torch.cuda.get_device_properties(device)
         self.card = Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
-        self.paddings = row_paddings(most_rows)
+        self.most_rows, self.paddings = most_rows, row_paddings(most_rows)
         layers = [call for call in fused if isinstance(call, FusedAttention)]
         self._attention = {
             kind: plan_attention_rows(kind, n_heads, plan, self.card)
@@ -294,7 +294,7 @@ class Walk:
         return Launch(fused.part, kernel, norm_rows_grid(kernel, n_rows, p.card), arguments), tiles
 
     def _tiles(self, name: str, k: int, n_rows: int) -> Tensor:
-        """Row tiles of k columns, a buffer for each k: what no kernel writes stays zero."""
+        """Row tiles of k columns, a buffer for each k."""
         return self.p._room(f"{name}.{k}", ceil_div(k, STEP) * STEP * n_rows, torch.bfloat16)
 
     def _product(self, fused: FusedProduct) -> list[RowStep]:

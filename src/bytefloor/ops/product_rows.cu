@@ -204,7 +204,9 @@ __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& ri
 __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, const Item& item, int n_rows, int pitch, const Lane& at, int warp) {
     bool is_up = at.g & 1, is_late = at.g >> 1 & 1;
     int first = item.row / 2 + warp / 4 * 32;  // a warpgroup has a whole group of outputs, a warp the eight of lane t = warp % 4
-    if (item.row / 2 + warp * 8 >= item.n / 2) return;
+    int outputs = item.n / 2, column = item.row / 2 + warp * 8;
+    if (column >= (outputs + 63) / 64 * 64) return;
+    bool is_beyond = column >= outputs;  // up to a whole tile there are zeros, which the next product reads
     int chunk = first % 64 / 32 * 4 + is_late * 2 + (at.g >> 2), row = 2 * at.t + is_up;
     u8* atom = y + ((size_t)(first / 64) * pitch + item.first_x) * 128 + row * 128 + ((chunk ^ row) << 4) + warp % 4 * 4;
 #pragma unroll
@@ -214,7 +216,7 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, cons
         for (int half = 0; half < 2; half++) {
             float mine = is_up ? c[i][2 * half + 1] : c[i][2 * half], other = is_up ? c[i][2 * half] : c[i][2 * half + 1];
             other = __shfl_xor_sync(~0u, other, 4);
-            out[half] = is_up ? activate(other) * mine : activate(mine) * other;
+            out[half] = is_beyond ? 0.f : is_up ? activate(other) * mine : activate(mine) * other;
         }
         float given = __shfl_xor_sync(~0u, is_late ? out[0] : out[1], 8), kept = is_late ? out[1] : out[0];
         if (item.first_x + i * 8 + row < n_rows) *(u32*)(atom + i * 1024) = is_late ? pack_halves<true>(given, kept) : pack_halves<true>(kept, given);

@@ -264,8 +264,8 @@ def unpack_launches(own: Matrices, scratch: Tensor) -> list[Launch]:
     grid = (_card(scratch.device).n_multiprocessors * BLOCKS_A_MULTIPROCESSOR, 1)
     launches, first = [], 0
     for packed, form, n in zip(own.packed, own.forms, own.sizes, strict=True):
-        kernel = spec("unpack", UNPACK_THREADS, FORM=form.name, K=own.k, SCALE=1.0, OUT_BF16=True)
-        launches.append(Launch(CUBLAS, kernel, grid, (packed, None, 0, 1, n, scratch[first : first + n])))
+        kernel = spec("unpack_bf16", UNPACK_THREADS, FORM=form.name, K=own.k)
+        launches.append(Launch(CUBLAS, kernel, grid, (packed, n, scratch[first : first + n])))
         first += n
     return launches
 
