@@ -38,6 +38,8 @@ inline float __uint_as_float(u32 v) { return as<float>(v); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline int __float2int_rn(float v) { return (int)nearbyintf(v); }
 inline float rsqrtf(float v) { return 1.f / sqrtf(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+#define __expf expf  // a name of the C library
 inline void sincospif(float v, float* sine, float* cosine) { *sine = sin(M_PI * v), *cosine = cos(M_PI * v); }
 template <typename T> T __ldg(const T* p) { return *p; }
 template <typename T> T __ldcs(const T* p) { return *p; }

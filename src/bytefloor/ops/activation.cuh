@@ -9,3 +9,8 @@ __device__ __forceinline__ float activate(float gate) {
     return gate / (1.f + expf(-gate));
 #endif
 }
+// The same to within some 2^-20, for what becomes bf16 at once: 1 + tanh(u) is 2 / (1 + exp(-2u)), which no difference spoils.
+__device__ __forceinline__ float activate_for_bf16(float gate) {
+    float u = GLU == 2 ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
+    return gate * __fdividef(1.f, 1.f + __expf(-u));
+}

@@ -216,7 +216,7 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, cons
         for (int half = 0; half < 2; half++) {
             float mine = is_up ? c[i][2 * half + 1] : c[i][2 * half], other = is_up ? c[i][2 * half] : c[i][2 * half + 1];
             other = __shfl_xor_sync(~0u, other, 4);
-            out[half] = is_beyond ? 0.f : is_up ? activate(other) * mine : activate(mine) * other;
+            out[half] = is_beyond ? 0.f : is_up ? activate_for_bf16(other) * mine : activate_for_bf16(mine) * other;
         }
         float given = __shfl_xor_sync(~0u, is_late ? out[0] : out[1], 8), kept = is_late ? out[1] : out[0];
         if (item.first_x + i * 8 + row < n_rows) *(u32*)(atom + i * 1024) = is_late ? pack_halves<true>(given, kept) : pack_halves<true>(kept, given);
