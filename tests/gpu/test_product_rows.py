@@ -64,7 +64,6 @@ def run(
         out = torch.full((ceil_div(n // 2, 64), pitch // 8, 8, 64), NAN, device="cuda", dtype=torch.bfloat16)
         launch(kernel, grid, *common, out, n_rows, pitch, pitch, steps, 1)
         rows = from_row_tiles(out, pitch, ceil_div(n // 2, 64) * 64)
-        assert bool(rows[n_rows:].isnan().all())
         assert not bool(rows[:n_rows, n // 2 :].any())
         return rows[:n_rows, : n // 2]
     out = torch.full((splits, n_rows, n + 8), NAN, device="cuda")

@@ -12,6 +12,10 @@ from bytefloor.errors import UnsupportedError
 from bytefloor.formats.lanes import ROWS, STEP, StreamForm
 
 MOST_SPLITS = 8
+MOST_TILES, MOST_RECORDS = 5, 8
+"""Slots of the two rings."""
+LEAST_STEPS = 4
+"""Of 64 columns, whose records are under way."""
 ALIGNMENT_BYTES = 1024
 """Tiles of x begin on these: what a block may lose of its shared memory."""
 BARRIER_BYTES = 16
@@ -80,16 +84,21 @@ def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowT
     slot = max(form.n_bytes(ROWS, form.columns) for form in forms) * 4 * tile.warpgroups
     tile_bytes = tile.n_rows * STEP * 2
     room = card.multiprocessor_bytes // tile.blocks - RESERVED_BYTES - ALIGNMENT_BYTES
-    slots_x = min(5, max(2, (room - 3 * slot) // (tile_bytes + BARRIER_BYTES)))
-    slots_w = min(8, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
-    if slots_w < 2:
+    # Outputs of gates leave by way of shared memory.
+    staged = tile.weight_rows // 128 * tile_bytes if activation else 0
+    room -= staged
+    # Records of one step must last as long as tiles do.
+    least_w = max(2, LEAST_STEPS // (min(form.columns for form in forms) // STEP))
+    slots_x = min(MOST_TILES, (room - least_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
+    slots_w = min(MOST_RECORDS, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
+    if slots_x < 2:
         raise UnsupportedError(
             f"{forms[0].name}: no room for two slots of {slot} bytes beside tiles of {tile.n_rows} rows"
         )
     return spec(
         "product_rows",
         tile.threads,
-        ALIGNMENT_BYTES + slots_x * tile_bytes + slots_w * slot + (slots_x + slots_w) * BARRIER_BYTES,
+        ALIGNMENT_BYTES + staged + slots_x * tile_bytes + slots_w * slot + (slots_x + slots_w) * BARRIER_BYTES,
         SEGMENTS=" ".join(f"S({i}, {form.name})" for i, form in enumerate(forms)),
         TILE=tile.n_rows,
         GROUPS=tile.warpgroups,

@@ -3,7 +3,8 @@
 //
 // x: bf16 row tiles [K / 64][pitch / 8][8][64], see row_tiles.cuh. Up to three matrices in one launch, each packed as its own form says:
 // w0 .. w2, n0 .. n2 rows each (0: none), side by side in y. y float32 [splits][n_rows][y_stride]: parts of the sum over K, which
-// the consumer adds in order; or with GLU, where rows of gate and up alternate, bf16 row tiles of act(gate) * up, y_stride their pitch.
+// the consumer adds in order; or with GLU, where rows of gate and up alternate, bf16 row tiles of act(gate) * up, y_stride their pitch,
+// whole tiles with zeros beyond the last output and anything beyond the last row.
 // Approximate: a weight is rounded to bf16 once (its last float32 bit may differ before), an activation was.
 //
 // A block has 128 rows of W and TILE rows of x at a time. Of its warps the ninth fills two rings in shared memory: records of W, and
@@ -24,7 +25,11 @@
 #endif
 
 constexpr int WARPS = 4 * GROUPS, ROWS_W = 16 * WARPS, TILE_BYTES = TILE * 128;
-constexpr int AT_W = SLOTS_X * TILE_BYTES, AT_BARRIERS = AT_W + SLOTS_W * SLOT_BYTES;
+// Shared memory: tiles of x, records, tiles of outputs on their way, barriers.
+constexpr int STAGED = GLU ? ROWS_W / 128 * TILE_BYTES : 0, AT_W = SLOTS_X * TILE_BYTES, AT_STAGED = AT_W + SLOTS_W * SLOT_BYTES,
+              AT_BARRIERS = AT_STAGED + STAGED;
+static_assert(!GLU || ROWS_W % 128 == 0, "whole tiles of outputs");
+static_assert(!GLU || AT_STAGED % 128 == 0, "copies begin on 16 bytes");
 
 struct Turn {  // of a ring: which slot, and the parity of its use
     int slot = 0;
@@ -142,6 +147,31 @@ __device__ __forceinline__ void produce(Rings& rings, const Item& item, const u8
     }
 }
 
+// A tile of outputs to memory, by the first thread, which is to wait before their place is written again (IS_READ), and at the end.
+__device__ __forceinline__ void show_to_copies() {
+#if BULK
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+template <bool IS_READ> __device__ __forceinline__ void wait_stores() {
+#if BULK
+    if (IS_READ)
+        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    else
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void store_tile(u8* to, const u8* from) {
+#if BULK
+    if (threadIdx.x == 0)
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+                     "r"(shared_address(from)), "n"(TILE_BYTES)
+                     : "memory");
+#else
+    for (int i = threadIdx.x * 16; i < TILE_BYTES; i += WARPS * 512) *(uint4*)(to + i) = *(const uint4*)(from + i);
+#endif
+}
+
 __device__ __forceinline__ void leave(u64* empty, int lane) {
     __syncwarp();
     if (lane == 0) barrier_arrive(empty);
@@ -200,15 +230,21 @@ __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& ri
 #include "activation.cuh"
 
 // Lane 4 g + t has gate (even g) or up (odd g) of rows g and g + 8 for rows 2 t and 2 t + 1 of each eight of x. Two exchanges, and it has a
-// pair of outputs of one row of x: elements that are neighbours, from the first or the second eight rows.
-__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, const Item& item, int n_rows, int pitch, const Lane& at, int warp) {
+// pair of outputs of one row of x: elements that are neighbours, from the first or the second eight rows. The four words of 16 bytes
+// come from four warps, so they meet in shared memory, from where whole tiles go to y while the next item begins.
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
+
+__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8* staged, const Item& item, int n_rows, int pitch, const Lane& at,
+                                      int warp) {
     bool is_up = at.g & 1, is_late = at.g >> 1 & 1;
-    int first = item.row / 2 + warp / 4 * 32;  // a warpgroup has a whole group of outputs, a warp the eight of lane t = warp % 4
-    int outputs = item.n / 2, column = item.row / 2 + warp * 8;
-    if (column >= (outputs + 63) / 64 * 64) return;
-    bool is_beyond = column >= outputs;  // up to a whole tile there are zeros, which the next product reads
-    int chunk = first % 64 / 32 * 4 + is_late * 2 + (at.g >> 2), row = 2 * at.t + is_up;
-    u8* atom = y + ((size_t)(first / 64) * pitch + item.first_x) * 128 + row * 128 + ((chunk ^ row) << 4) + warp % 4 * 4;
+    int outputs = item.n / 2, column = item.row / 2 + warp * 8, row = 2 * at.t + is_up;
+    // Up to a whole tile there are zeros, which the next product reads.
+    bool is_beyond = column >= outputs;
+    // A warpgroup has a whole group of outputs, a warp the eight of lane t = warp % 4.
+    int chunk = warp / 4 % 2 * 4 + is_late * 2 + (at.g >> 2);
+    u8* atom = staged + warp / 8 * TILE_BYTES + row * 128 + ((chunk ^ row) << 4) + warp % 4 * 4;
+    if (threadIdx.x == 0) wait_stores<true>();
+    meet();
 #pragma unroll
     for (int i = 0; i < TILE / 8; i++) {
         float out[2];
@@ -219,11 +255,19 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, cons
             out[half] = is_beyond ? 0.f : is_up ? activate_for_bf16(other) * mine : activate_for_bf16(mine) * other;
         }
         float given = __shfl_xor_sync(~0u, is_late ? out[0] : out[1], 8), kept = is_late ? out[1] : out[0];
-        if (item.first_x + i * 8 + row < n_rows) *(u32*)(atom + i * 1024) = is_late ? pack_halves<true>(given, kept) : pack_halves<true>(kept, given);
+        *(u32*)(atom + i * 1024) = is_late ? pack_halves<true>(given, kept) : pack_halves<true>(kept, given);
+    }
+    show_to_copies();
+    meet();
+#pragma unroll
+    for (int i = 0; i < STAGED / TILE_BYTES; i++) {
+        int tile = item.row / 128 + i;
+        if (tile * 64 < outputs) store_tile(y + ((size_t)tile * pitch + item.first_x) * 128, staged + i * TILE_BYTES);
     }
 }
 #else
-__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, const Item& item, int n_rows, int y_stride, const Lane& at, int warp) {
+__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8*, const Item& item, int n_rows, int y_stride, const Lane& at,
+                                      int warp) {
     float* out = (float*)y + ((size_t)item.split * n_rows + item.first_x + 2 * at.t) * y_stride + item.column + warp * 16 + at.g;
     int left = n_rows - item.first_x - 2 * at.t, row = item.row + warp * 16 + at.g;
 #pragma unroll
@@ -288,7 +332,8 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCK
     if (item.segment == index) multiply_item<__VA_ARGS__>(c, rings, item, at, warp);
         SEGMENTS
 #undef S
-        store(c, y, item, n_rows, y_stride, at, warp);
+        store(c, y, rings.base + AT_STAGED, item, n_rows, y_stride, at, warp);
     }
+    if (GLU && threadIdx.x == 0) wait_stores<false>();
     synchronise_cluster();  // nobody ends while another may still write to its shared memory
 }
