@@ -87,9 +87,13 @@ def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowT
     # Outputs of gates leave by way of shared memory.
     staged = tile.weight_rows // 128 * tile_bytes if activation else 0
     room -= staged
-    # Records of one step must last as long as tiles do.
-    least_w = max(2, LEAST_STEPS // (min(form.columns for form in forms) // STEP))
-    slots_x = min(MOST_TILES, (room - least_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
+
+    def tiles_beside(slots_w: int) -> int:
+        return min(MOST_TILES, (room - slots_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
+
+    # Records of one step must last as long as tiles do, where there is room for that.
+    wanted = max(2, LEAST_STEPS // (min(form.columns for form in forms) // STEP))
+    slots_x = max(tiles_beside(wanted), min(2, tiles_beside(2)))
     slots_w = min(MOST_RECORDS, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
     if slots_x < 2:
         raise UnsupportedError(

@@ -55,9 +55,10 @@ from bytefloor.tools.bench_together import (
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
-MOST_LOGIT_ERROR = {"float32": 1e-3, "bf16": 0.2, "int8": 0.5, "fp8": 0.5}
+MOST_LOGIT_ERROR = {"float32": 1e-3, "bf16": 0.5, "int8": 0.5, "fp8": 0.5}
 """Relative error of logits, with room, by what the cache keeps: what one row and several differ by in the last bits,
-and ties of the others, TF32 and 16-bit codes in a deep random model. A kernel that is wrong gives 1 and more."""
+and what a deep random model makes of other roundings: of a random Llama 3.1 8B in float32 alone, a cache of bf16 moves
+logits by 9 % of their norm, activations of bf16 by 12 %. A kernel that is wrong gives 1 and more."""
 
 
 @dataclass(frozen=True)
