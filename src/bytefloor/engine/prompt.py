@@ -7,6 +7,7 @@ flash attention over the pages. The host only starts kernels, which it has plann
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -95,13 +96,16 @@ class PromptRunner:
                 raise CapacityError(f"{name} of a batch: {len(values)} numbers, there is room for {inputs.sizes[name]}")
             host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
 
-        put("positions", batch.positions)
-        put("slots", batch.slots)
+        runs = runs_of(batch)
+        for first, length, slot, sequence in runs:
+            for name in ("positions", "slots"):  # the same, as the executor has seen to
+                at = inputs.starts[name] + first
+                torch.arange(slot, slot + length, dtype=torch.int32, out=host[at : at + length])
+            at = inputs.starts["sequence"] + first
+            host[at : at + length] = sequence
         padding = inputs.starts["sequence"]
         host[padding + n : padding + pitch] = PADDING_SEQUENCE
-        put("sequence", batch.sequence)
         put("wanted", batch.wanted)
-        runs = runs_of(batch)
         for size in inputs.item_rows:
             put(f"items.{size}", [value for item in attention_items(runs, size) for value in item])
         for name, tables in batch.tables.items():
@@ -112,13 +116,16 @@ class PromptRunner:
 def runs_of(batch: Batch) -> list[Item]:
     """Rows of one sequence whose slots follow each other: (first row, rows, slot of the first, sequence)."""
     runs: list[Item] = []
-    for row, (slot, sequence) in enumerate(zip(batch.slots, batch.sequence, strict=True)):
-        if runs:
-            first, n, first_slot, of = runs[-1]
-            if of == sequence and slot == first_slot + n:
-                runs[-1] = (first, n + 1, first_slot, of)
-                continue
-        runs.append((row, 1, slot, sequence))
+    first = 0
+    for sequence, rows in groupby(batch.sequence):
+        end = first + len(list(rows))
+        while first < end:
+            # Slots ascend, so none is left out where the last is as far from the first as rows are.
+            n = end - first
+            if batch.slots[end - 1] - batch.slots[first] != n - 1:
+                n = next(i for i in range(1, n) if batch.slots[first + i] != batch.slots[first] + i)
+            runs.append((first, n, batch.slots[first], sequence))
+            first += n
     return runs
 
 
