@@ -47,8 +47,8 @@ HALF_MAX = 65504.0
 TIES = 1e-2
 """Keys and values at the border of two bf16 values take either."""
 ROWS = 2e-2
-"""Of prompts, against the reference that rounds as they do: activations at the border of two bf16 values take either, and
-shares of attention, which the reference does not round, lose 2^-9 each."""
+"""Of prompts, against the reference that rounds as they do: activations at the border of two bf16 values take either,
+and shares of attention, which the reference does not round, lose 2^-9 each."""
 PLAN = CachePlan(256, 128)
 MIXTURES = {"llama": "BF16"}
 """Others have Q4_K_M. Random blocks of it leave this one so sharp a softmax that ten bits change single rows a lot."""
