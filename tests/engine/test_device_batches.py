@@ -14,16 +14,15 @@ from bytefloor.engine.device_batch import sizes_for
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.progress import Silent
-from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
-from bytefloor.engine.score import score_chunks
 from bytefloor.engine.synthetic import checkpoint_of
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
 from device_sampling import Numbers
 from kernel_twins import TwinDevice
+from rows_reference import DeviceReference
 
 N_SEQUENCES = 11
 LENGTHS = (3, 40, 27, 61, 1, 33, 12, 50, 8, 22, 45)
@@ -64,9 +63,10 @@ def ids_of(sequence: int) -> list[int]:
 
 
 def expected_logits(step: Step, sequence: int) -> Tensor:
-    """Of the tokens that are decoded, by the reference, alone."""
-    ids = ids_of(sequence)
-    return torch.cat(list(score_chunks(ReferenceExecutor(step, CachePlan(128, len(ids))), ids, len(ids))))[-N_STEPS:]
+    """Of the tokens that are decoded, by the reference, alone: rows of the prompt together, then one by one."""
+    ids, reference = ids_of(sequence), DeviceReference(step, 128)
+    reference.run(ids[: LENGTHS[sequence]])
+    return torch.cat([reference.run([token]) for token in ids[LENGTHS[sequence] :]])
 
 
 def test_ragged_sequences_come_and_go_between_steps(executor: DeviceExecutor, step: Step) -> None:
@@ -106,12 +106,10 @@ def test_decoding_rows_ride_beside_a_prompt(executor: DeviceExecutor, step: Step
     for s, n in ((1, 1), (3, LENGTHS[3] + N_STEPS), (2, 1), (0, 5)):
         caches[s].append_rows(batch, ids_of(s)[caches[s].length :][:n], [n - 1])
     found = executor.run(batch)
-    rows = (expected_logits(step, 1)[0], expected_logits(step, 3)[-1], expected_logits(step, 2)[0])
+    prompts = [DeviceReference(step, 128).run(ids_of(s)[:n])[-1] for s, n in ((3, LENGTHS[3] + N_STEPS), (0, 5))]
+    rows = (expected_logits(step, 1)[0], prompts[0], expected_logits(step, 2)[0], prompts[1])
     for i, expected in enumerate(rows):
         assert difference(found[i], expected) < TIES
-    ids = ids_of(0)[:5]
-    reference = torch.cat(list(score_chunks(ReferenceExecutor(step, CachePlan(128, 5)), ids, 5)))
-    assert difference(found[3], reference[-1]) < TIES
 
 
 @pytest.mark.parametrize(

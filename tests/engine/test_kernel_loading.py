@@ -56,7 +56,7 @@ def test_kernels_are_counted_as_they_are_done(compiled: list[str]) -> None:
 
 @pytest.mark.parametrize(("architecture", "overlaps"), [("sm_80", False), ("sm_89", False), ("sm_120a", True)])
 def test_kernels_overlap_from_hopper_on(compiled: list[str], architecture: str, overlaps: bool) -> None:
-    kernel = spec("unpack", 32, K=0)
+    kernel = spec("unpack", 32, K=2)
     assert load_kernels([kernel], architecture)[kernel][2] == overlaps
 
 

@@ -17,7 +17,6 @@ from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.loading import DEVICE_ROUNDING, EngineOptions, open_engine
 from bytefloor.engine.memory import MemoryPlan, available_bytes, check_memory
 from bytefloor.engine.progress import Silent
-from bytefloor.engine.prompt import prompt_bytes
 from bytefloor.engine.reference import Precision, ReferenceExecutor, refuse_not_finite
 from bytefloor.engine.scratch import Rehearsal, step_bytes
 from bytefloor.engine.synthetic import SHAPES, Shape, checkpoint_of
@@ -39,7 +38,12 @@ GEMMA = Shape(
     "gemma4", 256, 512, 4, 4, 2, 64, 1024, 4096, True,
     {"attention.sliding_window": 200, "final_logit_softcapping": 30.0}, 2, 1, 128,
 )  # fmt: skip
+GEMMA_E = Shape(
+    "gemma4", 256, 512, 4, 4, 2, 64, 1024, 4096, True,
+    {"attention.sliding_window": 200, "final_logit_softcapping": 30.0}, 2, 2, 128, True, 2, 128,
+)  # fmt: skip
 MODELS = {"llama": LLAMA, "gemma4": GEMMA}
+PROMPT_MODELS = {**MODELS, "gemma4-e": GEMMA_E}
 
 
 class Notes(Silent):
@@ -51,7 +55,7 @@ class Notes(Silent):
 
 
 def model_of(name: str) -> Model:
-    return load_model(checkpoint_of(name, MODELS[name], "Q4_K_M", "cpu"))
+    return load_model(checkpoint_of(name, PROMPT_MODELS[name], "Q4_K_M", "cpu"))
 
 
 # --- the plan
@@ -149,13 +153,13 @@ def test_kernels_are_loaded_once_and_before_the_weights(twins: TwinDevice, monke
 # --- and what is really taken
 
 
-def run_to_the_end(executor: DeviceExecutor | ReferenceExecutor, n: int, chunk: int) -> None:
-    """Chunks up to the end of the cache, the last of them whole."""
+def run_to_the_end(executor: DeviceExecutor | ReferenceExecutor, n: int, chunk: int, wants: bool = True) -> None:
+    """Chunks up to the end of the cache, the last of them whole. wants: logits of the last row of each."""
     cache = SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
     for start in range(0, n, chunk):
         batch = Batch()
         rows = list(range(5, 5 + min(chunk, n - start)))
-        cache.append_rows(batch, rows, [len(rows) - 1])
+        cache.append_rows(batch, rows, [len(rows) - 1] if wants else [])
         executor.run(batch)
         cache.commit(len(rows))
 
@@ -169,25 +173,42 @@ def planned_scratch(step: Step, plan: CachePlan) -> tuple[int, int, int]:
     return plans[0].weights, plans[0].cache, plans[0].scratch
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32), (64, 32)])
+@pytest.mark.parametrize("name", list(PROMPT_MODELS))
+@pytest.mark.parametrize(("n", "chunk", "n_sequences"), [(512, 64, 1), (256, 256, 1), (2048, 32, 1), (128, 64, 40)])
 def test_a_prompt_on_the_device_takes_what_was_planned(
-    twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int, kv: str
+    twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int, n_sequences: int
 ) -> None:
-    """No more than the plan, and no less than half of it."""
-    # A twin holds each matrix once more; what is in one does not matter here.
-    monkeypatch.setattr(TwinKernel, "unpack", lambda self, packed, rows, first, step, n, out: out.fill_(0.1))
-    model, rounding = model_of(name), replace(DEVICE_ROUNDING, cache=kv)
-    step, plan = build_step(model.config, model.weights, rounding), CachePlan(n, chunk)
+    """Beside its buffers, which the next test counts. No more than planned with and without wanted rows, and no less
+    than half of it with whichever is larger: the head of a row, or per-layer inputs.
+
+    Where each of many sequences may want a row, all of them do.
+    """
+    model = model_of(name)
+    step, plan = build_step(model.config, model.weights, DEVICE_ROUNDING), CachePlan(n, chunk, n_sequences)
     executor = DeviceExecutor(step, plan, device="cpu")
-    planned = prompt_bytes(step, plan, CPU)
-    with LiveBytes() as live:
-        run_to_the_end(executor, n, chunk)
-    assert planned / 2 < live.most <= planned
+    # A twin computes in memory of its own; a kernel has none but its buffers.
+    monkeypatch.setattr(TwinKernel, "launch", lambda self, stream, grid, arguments: None)
+    planned, most = executor._prompts._planner.running_bytes(), []
+    for wants in (False, True):
+        with LiveBytes() as live:
+            if n_sequences == 1:
+                run_to_the_end(executor, n, chunk, wants)
+            else:
+                run_rows_of_all(executor, n_sequences, wants)
+        most.append(live.most)
+    assert planned / 2 < max(most) <= planned
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+def run_rows_of_all(executor: DeviceExecutor, n_sequences: int, wants: bool) -> None:
+    """A chunk with a row of each sequence."""
+    pools, batch = make_pools(executor.plan, executor.step.kinds), Batch()
+    for token in range(n_sequences):
+        cache = SequenceCache(executor.plan, executor.step.kinds, pools)
+        cache.append_rows(batch, [token], [0] if wants else [])
+    executor.run(batch)
+
+
+@pytest.mark.parametrize("name", list(PROMPT_MODELS))
 def test_all_that_the_device_executor_keeps_was_planned(twins: TwinDevice, name: str) -> None:
     model = model_of(name)
     step, plan = build_step(model.config, model.weights, DEVICE_ROUNDING), CachePlan(1024, 64)
@@ -196,11 +217,14 @@ def test_all_that_the_device_executor_keeps_was_planned(twins: TwinDevice, name:
     step = build_step(model.config, model.weights, DEVICE_ROUNDING)
     with LiveBytes() as live:
         executor = DeviceExecutor(step, plan, device="cpu")
-    running = prompt_bytes(step, plan, CPU) + sampler_bytes(step.logits.shape[-1], plan.capacity)
+    rows = executor._prompts._planner
+    running = rows.running_bytes() + sampler_bytes(step.logits.shape[-1], plan.capacity)
     beside = scratch - max(running, executor.weights.packing_bytes())
     assert cache == sum(pool.nbytes for pool in executor.pools.values())
     assert weights == executor.weights.n_bytes()
-    assert beside > sum(buffer.nbytes for buffer in executor._written)
+    buffers = sum(room.nbytes for room in rows._rooms.values())
+    assert buffers > 0
+    assert beside > buffers + sum(buffer.nbytes for buffer in executor._written)
     kept = weights + cache + beside
     assert live.now == pytest.approx(kept, rel=1e-3)
 

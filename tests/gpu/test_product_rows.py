@@ -1,4 +1,4 @@
-"""Products of many rows, every form and number of rows around a tile's edges, against float64 over the same roundings."""
+"""Products of many rows, every form and rows around a tile's edges, against float64 over the same roundings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gpu.test_tokens import FORMATS
 
 EDGES = (1, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257, 511, 512, 513)
 BOUND = 2.0**-11
-"""Of the sum of absolute products: float32 sums give 1e-6. A weight near the border of two bf16 numbers may become either,
-and where a group has eight values under one scale they are many at once."""
+"""Of the sum of absolute products: float32 sums give 1e-6. A weight near the border of two bf16 numbers may become
+either, and where a group has eight values under one scale they are many at once."""
 NAN = float("nan")
 
 
@@ -135,7 +135,7 @@ def test_gates(name: str, activation: str) -> None:
 
 
 def test_a_row_that_is_not_finite_stays_alone() -> None:
-    form, packed, weight = matrix("Q4_K", 256, 1024)
+    form, packed, _ = matrix("Q4_K", 256, 1024)
     x = torch.randn(70, 1024, device="cuda")
     clean = run([(form, packed)], [256], x, 1, None)
     x[3, 77], x[69] = NAN, float("inf")

@@ -28,7 +28,8 @@ PADDING_SEQUENCE = -1
 class PromptRunner:
     """Runs batches of many rows of one sequence or several.
 
-    planner: for the pages and packed weights of a device executor. kernels: those of its ``specs``. stream: where all runs.
+    planner: for the pages and packed weights of a device executor. kernels: those of its ``specs``. stream: where all
+    runs.
     """
 
     def __init__(self, planner: RowPlanner, kernels: Mapping[KernelSpec, Kernel], stream: torch.cuda.Stream) -> None:
@@ -45,7 +46,7 @@ class PromptRunner:
         return self._planner.most_rows
 
     def run(self, batch: Batch) -> Tensor:
-        """Logits float32 [R, V] of the wanted rows; nobody waits for them. CapacityError for more rows than there may be."""
+        """Logits float32 [R, V] of the wanted rows; nobody waits for them. CapacityError for more rows than may be."""
         n = len(batch.tokens)
         if n > self.most_rows:
             raise CapacityError(f"{n} rows at once: there is room for chunks of {self.most_rows}")

@@ -23,7 +23,6 @@ from bytefloor.engine.row_launches import (
     plan_norm_rows,
 )
 from bytefloor.engine.row_products import (
-    MOST_SPLITS,
     count_splits,
     n_blocks,
     pad_rows,
@@ -38,8 +37,10 @@ from bytefloor.model.weights import Weight
 from bytefloor.ops.rms_norm import reference as rms_norm
 
 UNPACK_THREADS = 256
-LOGITS_COPIES = 3
-"""Of the head's logits: planes added up, and the soft cap's terms."""
+SUMS = 2
+"""Of the head's planes, where there are several: one so far, and with one more."""
+CAP_TERMS = 2
+"""Of wanted rows of logits, while a soft cap is computed."""
 PER_LAYER_COPIES = 5
 """Of the per-layer inputs: the terms of a norm and a sum."""
 BLOCKS_A_MULTIPROCESSOR = 8
@@ -159,9 +160,14 @@ class RowPlanner:
 
     def running_bytes(self) -> int:
         """What a chunk takes while it runs: planes and logits of a row a sequence, per-layer inputs term by term."""
-        wanted = pad_rows(self.plan.n_sequences)
-        head = (MOST_SPLITS + LOGITS_COPIES) * wanted * self.n_vocabulary * 4
-        return max(head, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
+        head = self.fused[-2]
+        assert isinstance(head, FusedProduct)
+        weight, most = matrix(head.products[0]), pad_rows(self.plan.n_sequences)
+        pitches = [pitch for pitch in self.paddings if pitch <= most]
+        splits = [count_splits([weight.shape[0]], weight.shape[1], pitch, self.card) for pitch in pitches]
+        planes = max((n + min(n - 1, SUMS)) * pitch for n, pitch in zip(splits, pitches, strict=True))
+        logits = (planes + CAP_TERMS * self.plan.n_sequences) * self.n_vocabulary * 4
+        return max(logits, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
 
     def frequencies(self, call: OpCall | None) -> Tensor | None:
         if call is None:
@@ -365,7 +371,9 @@ class Walk:
         starts = [0]
         if fused.owns_kv:
             starts += [heads * e] if fused.has_v_from_k else [heads * e, (heads + kind.n_kv_heads) * e]
-        sources = [(y.values[start:], y.stride, y.n, y.plane_stride) for start in starts]
+        sources: list[tuple[Tensor | None, int, int, int]] = [
+            (y.values[start:], y.stride, y.n, y.plane_stride) for start in starts
+        ]
         sources += [(None, 0, 0, 0)] * (3 - len(sources))
         queries = p._room("queries", self.pitch * heads * e, torch.bfloat16)
         key_weight = fused.attention.operands.get("k_norm") or (fused.k_norm and fused.k_norm.operands.get("weight"))

@@ -53,7 +53,8 @@ TILES = (
     RowTile(128, 4, 1, 112, 32),
     RowTile(256, 2, 1, 232, 40, 2),
 )
-"""Few rows leave the tensor cores waiting for the weights' unpacking, which more warps do faster; many need registers."""
+"""Few rows leave the tensor cores waiting for the weights' unpacking, which more warps do faster; many need
+registers."""
 
 
 def pad_rows(n: int) -> int:
