@@ -36,9 +36,15 @@ SEGMENTS: dict[str, tuple[Sequence[str], str | None]] = {
     "Q6_K": (("Q6_K",), None),
     "BF16": (("BF16",), None),
 }
-MOST_SPILLED = {128: 1536}
-"""Bytes, for Hopper: four warpgroups that multiply have 112 registers a thread, and with three forms some of their
-addresses wait in local memory. Every other tile keeps all."""
+MOST_SPILLED = {128: 512}
+"""Bytes, for Hopper: four warpgroups that multiply have 112 registers a thread, and some of their addresses wait in
+local memory. Every other tile keeps all."""
+SERIALIZED = pytest.mark.xfail(strict=True, reason="three forms and four warpgroups: 112 registers do not hold them")
+COMPILED = [
+    pytest.param(name, tile.n_rows, marks=[SERIALIZED] if (name, tile.n_rows) == ("qkv", 128) else [])
+    for name in SEGMENTS
+    for tile in TILES
+]
 
 
 def kernel_of(name: str, pitch: int, card: Card) -> KernelSpec:
@@ -47,8 +53,7 @@ def kernel_of(name: str, pitch: int, card: Card) -> KernelSpec:
     return product_spec(forms, activation, tile_for(pitch), card)
 
 
-@pytest.mark.parametrize("pitch", [tile.n_rows for tile in TILES])
-@pytest.mark.parametrize("name", list(SEGMENTS))
+@pytest.mark.parametrize(("name", "pitch"), COMPILED)
 def test_every_tile_compiles_for_hopper(name: str, pitch: int) -> None:
     """Warpgroups' products that wait for one another would be said too."""
     pytest.importorskip("cuda.core")
