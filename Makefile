@@ -51,20 +51,22 @@ gpu: ## the tests that need a GPU
 # Each shape of work once: a sanitizer is a hundred times slower.
 SANITIZED ?= segments_of_different_formats or (norms_before_a_product and 512) or without_bulk or per_layer_inputs_equal \
 	or (attention_equals_float64 and (33 or 300)) or (several_tiles_a_run and 4000) or gates_of_each_token \
-	or keys_and_values_of_zero
+	or keys_and_values_of_zero or (stays_alone or picked_rows or items_without_rows or a_layer_without)
 SANITIZER = PYTHONPATH=src compute-sanitizer --error-exitcode 1
 SMALL_TESTS = $(GPU_PYTHON) -m pytest tests/gpu -q -p no:cacheprovider -k
 
 # The driver's bindings ask for functions that older drivers have not: no error of ours. Products read the number of a
 # slot's use while it is written, on purpose, which racecheck cannot know: see
 # product_items.cuh, contents.
-sanitize: ## memcheck and initcheck over small launches, racecheck over attention
+sanitize: ## memcheck and initcheck over small launches, racecheck over attention and many rows
 	$(SANITIZER) --tool memcheck --report-api-errors no $(SMALL_TESTS) "$(SANITIZED)"
 	$(SANITIZER) --tool initcheck $(SMALL_TESTS) "$(SANITIZED)"
-	$(SANITIZER) --tool racecheck $(SMALL_TESTS) "attention_equals_float64 and (33 or 300)"
+	$(SANITIZER) --tool racecheck $(SMALL_TESTS) "(attention_equals_float64 and (33 or 300)) or picked_rows or items_without_rows \
+		or stays_alone"
 
 bench: ## tokens a second; JSON under $$OUT where it is set
 	PYTHONPATH=src $(GPU_PYTHON) -m bytefloor.cli bench $(foreach m,$(BENCH_MODELS),-m $(m)) -d 0,8192,32768 \
+		-p 32,64,128,256,512,2048,8192 \
 		$(if $(OUT),--save $(OUT)/bench.json)
 
 kernels: ## each kernel alone; JSON under $$OUT where it is set
