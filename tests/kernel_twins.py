@@ -135,6 +135,10 @@ class TwinKernel(RowTwins, FlashTwin):
         values = self.matrix(packed)[at] * self.f("SCALE")
         out.view(-1)[: values.numel()] = values.flatten()
 
+    def unpack_bf16(self, packed: Tensor, n: int, out: Tensor) -> None:
+        values = self.matrix(packed)[:n].to(torch.bfloat16)
+        out.view(-1)[: values.numel()] = values.flatten()
+
     def product(
         self, w0: Tensor, w1: Tensor | None, w2: Tensor | None, x_in: Tensor, delta: Tensor | None, post: Tensor | None,
         norm: Tensor | None, scalar: Tensor | None, x_out: Tensor | None, y: Tensor, tickets: Tensor, state: Tensor,

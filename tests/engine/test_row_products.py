@@ -9,20 +9,16 @@ import pytest
 import torch
 
 from bytefloor.engine.cache import ceil_div
-from bytefloor.engine.kernels import KernelSpec, compile_kernel
+from bytefloor.engine.kernels import compile_kernel
 from bytefloor.engine.launches import RESERVED_BYTES, Card
 from bytefloor.engine.row_products import (
     ALIGNMENT_BYTES,
     BARRIER_BYTES,
     MOST_SPLITS,
     TILES,
-    count_items,
-    count_splits,
-    n_blocks,
+    RowProduct,
     pad_rows,
-    product_spec,
     row_paddings,
-    tile_for,
 )
 from bytefloor.errors import UnsupportedError
 from bytefloor.formats import stream
@@ -36,34 +32,33 @@ SEGMENTS: dict[str, tuple[Sequence[str], str | None]] = {
     "Q6_K": (("Q6_K",), None),
     "BF16": (("BF16",), None),
 }
-MOST_SPILLED = {128: 512}
-"""Bytes, for Hopper: four warpgroups that multiply have 112 registers a thread, and some of their addresses wait in
-local memory. Every other tile keeps all."""
-SERIALIZED = pytest.mark.xfail(strict=True, reason="three forms and four warpgroups: 112 registers do not hold them")
-COMPILED = [
-    pytest.param(name, tile.n_rows, marks=[SERIALIZED] if (name, tile.n_rows) == ("qkv", 128) else [])
-    for name in SEGMENTS
-    for tile in TILES
-]
+MOST_SPILLED = {128: 16}
+"""Bytes, for Hopper: four warpgroups that multiply have 112 registers a thread, and an address may wait in local
+memory. Every other tile keeps all."""
 
 
-def kernel_of(name: str, pitch: int, card: Card) -> KernelSpec:
+def product_of(name: str) -> RowProduct:
     formats, activation = SEGMENTS[name]
-    forms = [stream.choose(each, 4096, 4096, torch.bfloat16) for each in formats]
-    return product_spec(forms, activation, tile_for(pitch), card)
+    forms = tuple(stream.choose(each, 4096, 4096, torch.bfloat16) for each in formats)
+    return RowProduct(forms, (4096,) * len(forms), 4096, activation)
 
 
-@pytest.mark.parametrize(("name", "pitch"), COMPILED)
+def plain(n: int, k: int) -> RowProduct:
+    return RowProduct((stream.choose("Q4_K", 4096, 4096),), (n,), k)
+
+
+@pytest.mark.parametrize("pitch", [tile.n_rows for tile in TILES])
+@pytest.mark.parametrize("name", list(SEGMENTS))
 def test_every_tile_compiles_for_hopper(name: str, pitch: int) -> None:
     """Warpgroups' products that wait for one another would be said too."""
     pytest.importorskip("cuda.core")
-    kernel = kernel_of(name, pitch, H200)
+    kernel = product_of(name).kernel(pitch, H200)
     code, report = compile_kernel(kernel, "sm_90a")
     assert len(code) > 1000
     assert sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", report)) <= MOST_SPILLED.get(pitch, 0)
     assert "C75" not in report
     assert "serializ" not in report.lower()
-    tile = tile_for(pitch)
+    tile = product_of(name).tile(pitch)
     registers = tile.registers * tile.warpgroups + tile.left_registers
     assert registers * 128 * tile.blocks <= 65536
 
@@ -71,7 +66,7 @@ def test_every_tile_compiles_for_hopper(name: str, pitch: int) -> None:
 @pytest.mark.parametrize("pitch", [tile.n_rows for tile in TILES])
 def test_older_chips_have_a_way_of_their_own(pitch: int) -> None:
     pytest.importorskip("cuda.core")
-    assert len(compile_kernel(kernel_of("qkv", pitch, A100), "sm_80")[0]) > 1000
+    assert len(compile_kernel(product_of("qkv").kernel(pitch, A100), "sm_80")[0]) > 1000
 
 
 def test_rows_are_padded_to_few_numbers() -> None:
@@ -81,7 +76,7 @@ def test_rows_are_padded_to_few_numbers() -> None:
     assert row_paddings(1) == (32,)
     assert row_paddings(100) == (32, 64, 128)
     assert row_paddings(600) == (32, 64, 128, 256, 512, 768)
-    assert [tile_for(pitch).n_rows for pitch in row_paddings(600)] == [32, 64, 128, 256, 256, 256]
+    assert [plain(256, 256).tile(pitch).n_rows for pitch in row_paddings(600)] == [32, 64, 128, 256, 256, 256]
 
 
 @pytest.mark.parametrize("card", [H200, A100])
@@ -89,7 +84,8 @@ def test_rows_are_padded_to_few_numbers() -> None:
 @pytest.mark.parametrize("name", list(SEGMENTS))
 def test_blocks_have_the_shared_memory_they_ask_for(name: str, pitch: int, card: Card) -> None:
     """No less is asked for than the slots take, and so many blocks fit on a multiprocessor."""
-    kernel, tile = kernel_of(name, pitch, card), tile_for(pitch)
+    product = product_of(name)
+    kernel, tile = product.kernel(pitch, card), product.tile(pitch)
     d = {key: int(value) for key, value in kernel.defines if key.startswith("SLOT")}
     tiles = d["SLOTS_X"] * (tile.n_rows * STEP * 2 + BARRIER_BYTES)
     assert kernel.shared_bytes >= ALIGNMENT_BYTES + tiles + d["SLOTS_W"] * (d["SLOT_BYTES"] + BARRIER_BYTES)
@@ -100,20 +96,21 @@ def test_blocks_have_the_shared_memory_they_ask_for(name: str, pitch: int, card:
 
 def test_slots_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="no room for two slots of 18944 bytes beside tiles of 64 rows"):
-        kernel_of("gates", 64, SMALL)
+        product_of("gates").kernel(64, SMALL)
 
 
 @pytest.mark.parametrize("pitch", [32, 64, 128, 256, 2048])
 @pytest.mark.parametrize(("n", "k"), [(3840, 15360), (576, 576), (8192, 3840), (262144, 3840), (1024, 64)])
 def test_parts_of_k_are_whole_and_none_where_blocks_are_busy_without(n: int, k: int, pitch: int) -> None:
-    splits, tile = count_splits([n], k, pitch, H200), tile_for(pitch)
+    product = plain(n, k)
+    splits, tile = product.splits(pitch, H200), product.tile(pitch)
     steps = ceil_div(k, STEP)
     units = steps // 4 if steps % 4 == 0 else 1
     assert 1 <= splits <= min(MOST_SPLITS, units)
-    at_once, items = H200.n_multiprocessors * tile.blocks, count_items([n], pitch)
+    at_once, items = H200.n_multiprocessors * tile.blocks, product.n_items(pitch)
     assert items * tile.weight_rows * tile.n_rows >= n * pitch
-    assert n_blocks([n], splits, pitch, H200) == min(items * splits, at_once)
-    assert n_blocks([n], splits, pitch, H200) % tile.cluster == 0
+    assert product.n_blocks(splits, pitch, H200) == min(items * splits, at_once)
+    assert product.n_blocks(splits, pitch, H200) % tile.cluster == 0
     if items > 8 * at_once:
         assert splits == 1
     if items * 4 <= at_once and units >= 8:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import ceil_div
 from bytefloor.engine.launches import Card
-from bytefloor.engine.row_products import n_blocks, pad_rows, product_spec, tile_for
+from bytefloor.engine.row_products import RowProduct, pad_rows
 from bytefloor.formats import get, stream
 from bytefloor.ops import OPS
 from bytefloor.ops.row_tiles import from_row_tiles, to_row_tiles
@@ -51,7 +51,8 @@ def run(
     """Float32 [T, N] of rows x [T, K]: outputs beyond them must stay NaN."""
     n_rows, k = x.shape
     pitch, card = pad_rows(n_rows), Card(torch.cuda.get_device_properties(0).multi_processor_count)
-    kernel = product_spec([form for form, _ in weights], activation, tile_for(pitch), card)
+    product = RowProduct(tuple(form for form, _ in weights), tuple(sizes), k, activation)
+    kernel = product.kernel(pitch, card)
     tiles = to_row_tiles(x, pitch)
     # What padding holds must not matter.
     at = torch.arange(n_rows, pitch, device="cuda")
@@ -59,7 +60,7 @@ def run(
     n, missing = sum(sizes), 3 - len(sizes)
     packed = [tensor for _, tensor in weights]
     common = (tiles, *packed, *[None] * missing, *sizes, *[0] * missing)
-    grid, steps = (n_blocks(sizes, splits, pitch, card), 1), ceil_div(k, 64)
+    grid, steps = (product.n_blocks(splits, pitch, card), 1), ceil_div(k, 64)
     if activation:
         out = torch.full((ceil_div(n // 2, 64), pitch // 8, 8, 64), NAN, device="cuda", dtype=torch.bfloat16)
         launch(kernel, grid, *common, out, n_rows, pitch, pitch, steps, 1)

@@ -184,7 +184,7 @@ def test_a_product_without_a_kernel_keeps_its_other_route(
     def refuse(*_: object) -> None:
         raise UnsupportedError("no room for two slots")
 
-    monkeypatch.setattr(module, "product_spec", refuse)
+    monkeypatch.setattr(module.RowProduct, "kernel", refuse)
     rows = list(bench_row_products(KernelOptions(("Q8_0",), ("plain.o",), rows=(32,))))
     assert [row.route for row in rows] == ["unpack+cublas"]
     assert "note: plain.o, Q8_0, 32 rows: no room for two slots" in capsys.readouterr().err

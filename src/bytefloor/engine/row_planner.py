@@ -22,14 +22,7 @@ from bytefloor.engine.row_launches import (
     plan_heads_rows,
     plan_norm_rows,
 )
-from bytefloor.engine.row_products import (
-    count_splits,
-    n_blocks,
-    pad_rows,
-    product_spec,
-    row_paddings,
-    tile_for,
-)
+from bytefloor.engine.row_products import RowProduct, pad_rows, row_paddings
 from bytefloor.formats.lanes import STEP
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedPerLayer, FusedProduct
 from bytefloor.model.step import OpCall
@@ -162,12 +155,23 @@ class RowPlanner:
         """What a chunk takes while it runs: planes and logits of a row a sequence, per-layer inputs term by term."""
         head = self.fused[-2]
         assert isinstance(head, FusedProduct)
-        weight, most = matrix(head.products[0]), pad_rows(self.plan.n_sequences)
+        product, most = self.product(head), pad_rows(self.plan.n_sequences)
         pitches = [pitch for pitch in self.paddings if pitch <= most]
-        splits = [count_splits([weight.shape[0]], weight.shape[1], pitch, self.card) for pitch in pitches]
+        splits = [product.splits(pitch, self.card) for pitch in pitches]
         planes = max((n + min(n - 1, SUMS)) * pitch for n, pitch in zip(splits, pitches, strict=True))
         logits = (planes + CAP_TERMS * self.plan.n_sequences) * self.n_vocabulary * 4
         return max(logits, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
+
+    def product(self, fused: FusedProduct) -> RowProduct:
+        """The matrices of a call; gate and up are one."""
+        weights = [matrix(call) for call in fused.products]
+        k = weights[0].shape[1]
+        if fused.is_pair:
+            assert fused.glu is not None
+            form, n = self.weights.form_of(weights[0]), 2 * weights[0].shape[0]
+            return RowProduct((form,), (n,), k, fused.glu.attributes["activation"])
+        forms = tuple(self.weights.form_of(weight) for weight in weights)
+        return RowProduct(forms, tuple(weight.shape[0] for weight in weights), k)
 
     def frequencies(self, call: OpCall | None) -> Tensor | None:
         if call is None:
@@ -226,11 +230,11 @@ class Walk:
         fused = self.p.fused[-2]
         assert isinstance(fused, FusedProduct)
         norm, tiles = self._norm(fused, self.p.inputs.view("wanted"), n_wanted)
-        weight = matrix(fused.products[0])
-        splits = count_splits([weight.shape[0]], weight.shape[1], n_wanted, self.p.card)
-        n_values = splits * n_wanted * weight.shape[0] if is_real else 0
+        product = self.p.product(fused)
+        splits = product.splits(n_wanted, self.p.card)
+        n_values = splits * n_wanted * sum(product.sizes) if is_real else 0
         out = torch.empty(n_values, dtype=torch.float32, device=self.p.device)
-        launch, planes = self._multiply(fused, [weight], tiles, n_wanted, splits, out)
+        launch, planes = self._multiply(fused, product, tiles, n_wanted, splits, out)
         return Head((norm, launch), planes)
 
     def _embed(self, call: OpCall, out: Tensor) -> Launch:
@@ -304,7 +308,7 @@ class Walk:
         return self.p._room(f"{name}.{k}", ceil_div(k, STEP) * STEP * n_rows, torch.bfloat16)
 
     def _product(self, fused: FusedProduct) -> list[RowStep]:
-        p, weights = self.p, [matrix(call) for call in fused.products]
+        p, product = self.p, self.p.product(fused)
         steps: list[RowStep] = []
         is_residual = fused.norm is not None or fused.has_delta or self.tiles is None
         if is_residual:
@@ -313,39 +317,32 @@ class Walk:
         else:
             assert self.tiles is not None
             tiles = self.tiles
-        k, self.tiles, self.delta = weights[0].shape[1], None, None
-        if fused.is_pair:
-            launch, self.tiles = self._gate(fused, weights[0], tiles)
+        self.tiles, self.delta = None, None
+        n, splits = sum(product.sizes), product.splits(self.pitch, p.card)
+        if product.activation:
+            self.tiles = self._tiles("gated", n // 2, self.pitch)
+            launch, _ = self._multiply(fused, product, tiles, self.pitch, splits, self.tiles)
             return [*steps, launch]
-        splits = count_splits([weight.shape[0] for weight in weights], k, self.pitch, p.card)
-        n = sum(weight.shape[0] for weight in weights)
         out = p._room("planes", splits * self.pitch * n, torch.float32)
-        launch, self.delta = self._multiply(fused, weights, tiles, self.pitch, splits, out)
+        launch, self.delta = self._multiply(fused, product, tiles, self.pitch, splits, out)
         steps.append(launch)
         if fused.factor is not None:
             steps.append(self._factor(fused, n))
         return steps
 
     def _multiply(
-        self, fused: FusedProduct, weights: Sequence[Weight], tiles: Tensor, n_rows: int, splits: int, out: Tensor
+        self, fused: FusedProduct, product: RowProduct, tiles: Tensor, n_rows: int, splits: int, out: Tensor
     ) -> tuple[Launch, Planes]:
-        p, sizes = self.p, [weight.shape[0] for weight in weights]
-        kernel = product_spec([p.weights.form_of(weight) for weight in weights], None, tile_for(n_rows), p.card)
-        packed, missing = [p.weights.packed(weight) for weight in weights], 3 - len(weights)
-        n, steps = sum(sizes), ceil_div(weights[0].shape[1], STEP)
-        arguments = (tiles, *packed, *[None] * missing, *sizes, *[0] * missing, out, n_rows, n_rows, n, steps, splits)
-        grid = (n_blocks(sizes, splits, n_rows, p.card), 1)
-        return Launch(fused.part, kernel, grid, arguments), Planes(out, splits, n, n_rows * n)
-
-    def _gate(self, fused: FusedProduct, gate: Weight, tiles: Tensor) -> tuple[Launch, Tensor]:
-        """Gate and up, which lie by turns in one matrix."""
-        assert fused.glu is not None
-        p, (n, k), activation = self.p, gate.shape, fused.glu.attributes["activation"]
-        kernel = product_spec([p.weights.form_of(gate)], activation, tile_for(self.pitch), p.card)
-        out = self._tiles("gated", n, self.pitch)
-        steps, pitch = ceil_div(k, STEP), self.pitch
-        arguments = (tiles, p.weights.packed(gate), None, None, 2 * n, 0, 0, out, pitch, pitch, pitch, steps, 1)
-        return Launch(fused.part, kernel, (n_blocks([2 * n], 1, pitch, p.card), 1), arguments), out
+        """out: planes, or with an activation row tiles, whose stride is their pitch."""
+        p, sizes, missing = self.p, product.sizes, 3 - len(product.sizes)
+        packed = [p.weights.packed(matrix(call)) for call in fused.products[: len(sizes)]]
+        n, steps = sum(sizes), ceil_div(product.k, STEP)
+        stride = n_rows if product.activation else n
+        common = (tiles, *packed, *[None] * missing, *sizes, *[0] * missing)
+        grid = (product.n_blocks(splits, n_rows, p.card), 1)
+        arguments = (*common, out, n_rows, n_rows, stride, steps, splits)
+        launch = Launch(fused.part, product.kernel(n_rows, p.card), grid, arguments)
+        return launch, Planes(out, splits, n, n_rows * n)
 
     def _factor(self, fused: FusedProduct, n: int) -> Launch:
         """An E model's gate times a slice of the per-layer inputs."""

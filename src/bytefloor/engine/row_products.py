@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytefloor.engine.cache import ceil_div
@@ -14,8 +13,13 @@ from bytefloor.formats.lanes import ROWS, STEP, StreamForm
 MOST_SPLITS = 8
 MOST_TILES, MOST_RECORDS = 5, 8
 """Slots of the two rings."""
+WIDE_COLUMNS = 256
+"""Of the longest records. Compiled for shorter ones, a tile of 128 rows with four warpgroups spills."""
 LEAST_STEPS = 4
 """Of 64 columns, whose records are under way."""
+_STEPS_AN_ITEM = 6
+_BYTES_A_STEP = 16384
+"""What a block writes to memory and reads back while it multiplies 64 columns."""
 ALIGNMENT_BYTES = 1024
 """Tiles of x begin on these: what a block may lose of its shared memory."""
 BARRIER_BYTES = 16
@@ -56,6 +60,10 @@ TILES = (
 """Few rows leave the tensor cores waiting for the weights' unpacking, which more warps do faster; many need
 registers."""
 
+FEWER_WARPS = RowTile(128, 2, 1, 232, 40)
+"""In place of the one of as many rows for several matrices, and for records of less than 256 columns: four warpgroups
+have no registers for them."""
+
 
 def pad_rows(n: int) -> int:
     """Rows that a chunk of n has room for: one of a few numbers, so that its launches are planned once for each."""
@@ -72,87 +80,94 @@ def row_paddings(n: int) -> tuple[int, ...]:
     )
 
 
-def tile_for(pitch: int) -> RowTile:
-    """The tile of a padded number of rows."""
-    return next(tile for tile in TILES if tile.n_rows == min(pitch, TILES[-1].n_rows))
+@dataclass(frozen=True)
+class RowProduct:
+    """Matrices side by side that multiply the same rows. sizes: rows of each. k: their columns.
 
-
-def product_spec(forms: Sequence[StreamForm], activation: str | None, tile: RowTile, card: Card) -> KernelSpec:
-    """The kernel for matrices of these forms side by side, with GLU where there is an activation.
-
-    UnsupportedError where two slots of weights do not fit in shared memory beside two tiles.
+    activation: where they are one matrix of gates and ups by turns, of which outputs are made.
     """
-    slot = max(form.n_bytes(ROWS, form.columns) for form in forms) * 4 * tile.warpgroups
-    tile_bytes = tile.n_rows * STEP * 2
-    room = card.multiprocessor_bytes // tile.blocks - RESERVED_BYTES - ALIGNMENT_BYTES
-    # Outputs of gates leave by way of shared memory.
-    staged = tile.weight_rows // 128 * tile_bytes if activation else 0
-    room -= staged
 
-    def tiles_beside(slots_w: int) -> int:
-        return min(MOST_TILES, (room - slots_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
+    forms: tuple[StreamForm, ...]
+    sizes: tuple[int, ...]
+    k: int
+    activation: str | None = None
 
-    # Records of one step must last as long as tiles do, where there is room for that.
-    wanted = max(2, LEAST_STEPS // (min(form.columns for form in forms) // STEP))
-    slots_x = max(tiles_beside(wanted), min(2, tiles_beside(2)))
-    slots_w = min(MOST_RECORDS, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
-    if slots_x < 2:
-        raise UnsupportedError(
-            f"{forms[0].name}: no room for two slots of {slot} bytes beside tiles of {tile.n_rows} rows"
+    def tile(self, pitch: int) -> RowTile:
+        """For a padded number of rows."""
+        tile = next(tile for tile in TILES if tile.n_rows == min(pitch, TILES[-1].n_rows))
+        is_much = len(self.forms) > 1 or any(form.columns < WIDE_COLUMNS for form in self.forms)
+        return FEWER_WARPS if is_much and tile.n_rows == FEWER_WARPS.n_rows else tile
+
+    def kernel(self, pitch: int, card: Card) -> KernelSpec:
+        """UnsupportedError where two slots of weights do not fit in shared memory beside two tiles."""
+        tile = self.tile(pitch)
+        slot = max(form.n_bytes(ROWS, form.columns) for form in self.forms) * 4 * tile.warpgroups
+        tile_bytes = tile.n_rows * STEP * 2
+        # Outputs of gates leave by way of shared memory.
+        staged = tile.weight_rows // 128 * tile_bytes if self.activation else 0
+        room = card.multiprocessor_bytes // tile.blocks - RESERVED_BYTES - ALIGNMENT_BYTES - staged
+
+        def tiles_beside(slots_w: int) -> int:
+            return min(MOST_TILES, (room - slots_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
+
+        # Records of one step must last as long as tiles do, where there is room for that.
+        wanted = max(2, LEAST_STEPS // (min(form.columns for form in self.forms) // STEP))
+        slots_x = max(tiles_beside(wanted), min(2, tiles_beside(2)))
+        slots_w = min(MOST_RECORDS, (room - slots_x * (tile_bytes + BARRIER_BYTES)) // (slot + BARRIER_BYTES))
+        if slots_x < 2:
+            raise UnsupportedError(
+                f"{self.forms[0].name}: no room for two slots of {slot} bytes beside tiles of {tile.n_rows} rows"
+            )
+        return spec(
+            "product_rows",
+            tile.threads,
+            ALIGNMENT_BYTES + staged + slots_x * tile_bytes + slots_w * slot + (slots_x + slots_w) * BARRIER_BYTES,
+            SEGMENTS=" ".join(f"S({bits}, {name})" for name, bits in self._bits().items()),
+            TILE=tile.n_rows,
+            GROUPS=tile.warpgroups,
+            BLOCKS=tile.blocks,
+            CLUSTER=tile.cluster,
+            REGISTERS=tile.registers,
+            LEFT_REGISTERS=tile.left_registers,
+            SLOTS_W=slots_w,
+            SLOTS_X=slots_x,
+            SLOT_BYTES=slot,
+            GLU=ACTIVATIONS[self.activation],
         )
-    return spec(
-        "product_rows",
-        tile.threads,
-        ALIGNMENT_BYTES + staged + slots_x * tile_bytes + slots_w * slot + (slots_x + slots_w) * BARRIER_BYTES,
-        SEGMENTS=" ".join(f"S({i}, {form.name})" for i, form in enumerate(forms)),
-        TILE=tile.n_rows,
-        GROUPS=tile.warpgroups,
-        BLOCKS=tile.blocks,
-        CLUSTER=tile.cluster,
-        REGISTERS=tile.registers,
-        LEFT_REGISTERS=tile.left_registers,
-        SLOTS_W=slots_w,
-        SLOTS_X=slots_x,
-        SLOT_BYTES=slot,
-        GLU=ACTIVATIONS[activation],
-    )
 
+    def _bits(self) -> dict[str, int]:
+        """Which of the matrices have each form, a bit for each: one that several have is compiled once."""
+        bits: dict[str, int] = {}
+        for i, form in enumerate(self.forms):
+            bits[form.name] = bits.get(form.name, 0) | 1 << i
+        return bits
 
-def count_items(sizes: Sequence[int], pitch: int) -> int:
-    """Blocks' items of a product whose K is whole: clusters are whole too."""
-    tile = tile_for(pitch)
-    clusters = sum(ceil_div(n, tile.weight_rows * tile.cluster) for n in sizes) * ceil_div(pitch, tile.n_rows)
-    return clusters * tile.cluster
+    def n_items(self, pitch: int) -> int:
+        """Blocks' items where K is whole: clusters are whole too."""
+        tile = self.tile(pitch)
+        clusters = sum(ceil_div(n, tile.weight_rows * tile.cluster) for n in self.sizes)
+        return clusters * tile.cluster * ceil_div(pitch, tile.n_rows)
 
+    def splits(self, pitch: int, card: Card) -> int:
+        """Parts that K is cut in: as many as let the card's blocks end together, less what summing the parts costs.
 
-def count_splits(sizes: Sequence[int], k: int, pitch: int, card: Card) -> int:
-    """Parts that K is cut in: as many as let the card's blocks end together, less what summing the parts costs.
+        In steps of 64 columns of one item: a part costs its steps and some to begin and to end; a plane more is written
+        and read again.
+        """
+        tile, steps = self.tile(pitch), ceil_div(self.k, STEP)
+        if steps % 4 or self.activation:
+            return 1
+        units, items, blocks = steps // 4, self.n_items(pitch), card.n_multiprocessors * tile.blocks
+        plane_steps = sum(self.sizes) * pitch * 8 / (blocks * _BYTES_A_STEP)
 
-    sizes: rows of each matrix. In steps of 64 columns of one item: a part costs its steps and some to begin and to end;
-    a plane more is written and read again.
-    """
-    tile, steps = tile_for(pitch), ceil_div(k, STEP)
-    units = steps // 4 if steps % 4 == 0 else 1
-    items = count_items(sizes, pitch)
-    blocks = card.n_multiprocessors * tile.blocks
-    plane_steps = sum(sizes) * pitch * 8 / (blocks * _BYTES_A_STEP)
+        def cost(splits: int) -> float:
+            rounds = ceil_div(items * splits, blocks)
+            return rounds * (4 * ceil_div(units, splits) + _STEPS_AN_ITEM) + splits * plane_steps
 
-    def cost(splits: int) -> float:
-        rounds = ceil_div(items * splits, blocks)
-        return rounds * (4 * ceil_div(units, splits) + _STEPS_AN_ITEM) + splits * plane_steps
+        return min(range(1, min(MOST_SPLITS, units) + 1), key=cost)
 
-    if units == 1:
-        return 1
-    return min(range(1, min(MOST_SPLITS, units) + 1), key=cost)
-
-
-_STEPS_AN_ITEM = 6
-_BYTES_A_STEP = 16384
-"""What a block writes to memory and reads back while it multiplies 64 columns."""
-
-
-def n_blocks(sizes: Sequence[int], splits: int, pitch: int, card: Card) -> int:
-    """Blocks of a launch: one for each item, or as many as the card has at once."""
-    tile = tile_for(pitch)
-    most = card.n_multiprocessors * tile.blocks // tile.cluster * tile.cluster
-    return min(count_items(sizes, pitch) * splits, most)
+    def n_blocks(self, splits: int, pitch: int, card: Card) -> int:
+        """Blocks of a launch: one for each item, or as many as the card has at once."""
+        tile = self.tile(pitch)
+        most = card.n_multiprocessors * tile.blocks // tile.cluster * tile.cluster
+        return min(self.n_items(pitch) * splits, most)

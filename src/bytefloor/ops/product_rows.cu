@@ -14,7 +14,7 @@
 //
 // Items (128 rows of W, TILE rows of x, a part of K) are dealt to the blocks by turns, those that share rows of W side by side.
 //
-// Defined by the host: SEGMENTS, S(index, form) for each matrix; TILE (16 .. 256), GROUPS (warpgroups that multiply), BLOCKS
+// Defined by the host: SEGMENTS, S(bits of the matrices, form) for each form; TILE (16 .. 256), GROUPS (warpgroups that multiply), BLOCKS
 // (of a multiprocessor), REGISTERS and LEFT_REGISTERS (of a thread that multiplies, of the others), SLOTS_W, SLOTS_X, SLOT_BYTES (of the
 // block's records of the largest form), GLU (0, 1 silu, 2 gelu).
 #include "warpgroup.cuh"
@@ -312,8 +312,9 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCK
         bool has_waited = false;
         for (int i = blockIdx.x / CLUSTER; i < n_items; i += gridDim.x / CLUSTER) {
             Item item = items.at(i, rank);
-#define S(index, ...) \
-    if (item.segment == index) produce<__VA_ARGS__>(rings, item, index == 0 ? w0 : index == 1 ? w1 : w2, x, steps, pitch, has_waited, rank, lane);
+            const u8* w = item.segment == 0 ? w0 : item.segment == 1 ? w1 : w2;
+#define S(segments, ...) \
+    if (segments >> item.segment & 1) produce<__VA_ARGS__>(rings, item, w, x, steps, pitch, has_waited, rank, lane);
             SEGMENTS
 #undef S
         }
@@ -328,8 +329,8 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCK
         float c[TILE / 8][4];
 #pragma unroll
         for (int m = 0; m < TILE / 8; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0;
-#define S(index, ...) \
-    if (item.segment == index) multiply_item<__VA_ARGS__>(c, rings, item, at, warp);
+#define S(segments, ...) \
+    if (segments >> item.segment & 1) multiply_item<__VA_ARGS__>(c, rings, item, at, warp);
         SEGMENTS
 #undef S
         store(c, y, rings.base + AT_STAGED, item, n_rows, y_stride, at, warp);

@@ -25,7 +25,7 @@ from bytefloor.engine.packed import PackedWeights, matrix
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.progress import Silent
 from bytefloor.engine.row_planner import BLOCKS_A_MULTIPROCESSOR, UNPACK_THREADS
-from bytefloor.engine.row_products import count_splits, n_blocks, pad_rows, product_spec, tile_for
+from bytefloor.engine.row_products import RowProduct, pad_rows
 from bytefloor.engine.tensor_peak import tflops
 from bytefloor.errors import UnsupportedError
 from bytefloor.formats.lanes import STEP, StreamForm
@@ -226,15 +226,15 @@ def fused_launches(copies: Sequence[Matrices], n_rows: int, device: torch.device
     """As ``RowPlanner`` plans them for a chunk of so many rows, over random activations."""
     own, card, pitch = copies[0], _card(device), pad_rows(n_rows)
     sizes, k, n, missing = own.sizes, own.k, sum(own.sizes), 3 - len(own.sizes)
-    kernel = product_spec(own.forms, own.activation, tile_for(pitch), card)
+    product = RowProduct(tuple(own.forms), tuple(sizes), k, own.activation)
+    kernel, splits = product.kernel(pitch, card), product.splits(pitch, card)
     tiles = to_row_tiles(_random_rows(pitch, k, device), pitch)
     if own.activation is None:
-        splits = count_splits(sizes, k, pitch, card)
         out, stride = torch.empty(splits * pitch * n, device=device), n
     else:
-        splits, stride = 1, pitch
+        stride = pitch
         out = torch.empty(ceil_div(n // 2, STEP) * STEP * pitch, dtype=torch.bfloat16, device=device)
-    grid, rest = (n_blocks(sizes, splits, pitch, card), 1), (out, pitch, pitch, stride, ceil_div(k, STEP), splits)
+    grid, rest = (product.n_blocks(splits, pitch, card), 1), (out, pitch, pitch, stride, ceil_div(k, STEP), splits)
     return [
         Launch(FUSED, kernel, grid, (tiles, *copy.packed, *[None] * missing, *sizes, *[0] * missing, *rest))
         for copy in copies
