@@ -146,6 +146,3 @@ class RowTwins:
         planes = out.as_strided((splits, n_rows, y.shape[1]), (n_rows * stride, stride, 1))
         planes.zero_()
         planes[0] = y
-
-    def unpack_bf16(self, packed: Tensor, n: int, out: Tensor) -> None:
-        out.view(-1)[: n * self.n("K")] = self.matrix(packed)[:n].to(torch.bfloat16).flatten()

@@ -321,8 +321,8 @@ def mean_kl(exact: Tensor, found: Tensor) -> float:
 def test_a_cache_of_fewer_bits_costs_what_its_bits_cost(
     make: Make, card: torch.device, storage: str, head_size: int
 ) -> None:
-    """S13: mean KL to a float32 cache is that of rounding alone, and under a limit for each storage; a prompt's is
-    what its rounding alone costs."""
+    """S13: mean KL to a float32 cache is that of rounding alone, under a limit for each storage; of a prompt that of
+    rounding activations too."""
     checkpoint = checkpoint_of("model", BY_HEAD_SIZE[head_size], "BF16", card)
     step, ids = step_of(checkpoint, replace(DEVICE_ROUNDING, cache=storage)), ids_of(100)
     assert head_size in {kind.head_size for kind in step.kinds}
