@@ -15,6 +15,7 @@ from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.loading import DEVICE_ROUNDING
+from bytefloor.engine.planner import Launch
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import FileError, UnsupportedError
 from bytefloor.files.stored import Checkpoint, StoredTensor
@@ -170,10 +171,17 @@ def test_a_forked_sequence_writes_into_its_own_page(make: Make, step: Step) -> N
 
 
 def test_launches_pass_as_many_arguments_as_kernels_take(make: Make, step: Step) -> None:
-    for launch in make(step).launches:
+    """Those of a token, and those of a chunk of every padding with its head."""
+    executor = make(step)
+    rows = executor._prompts._planner
+    walks = [rows.walk(pitch) for pitch in rows.paddings]
+    chunks = [[*walk.trunk, *walk.head(32).launches] for walk in walks]
+    launches = [*executor.launches, *(each for chunk in chunks for each in chunk if isinstance(each, Launch))]
+    assert {launch.kernel.name for launch in launches} >= {"product", "product_rows", "norm_rows", "attention_rows"}
+    for launch in launches:
         source = (SOURCES / f"{launch.kernel.name}.cu").read_text()
         signature = re.search(rf"{launch.kernel.name}\(([^)]*)\) {{", source[source.index('extern "C"') :], re.S)
-        assert signature is not None
+        assert signature is not None, launch.kernel.name
         assert len(launch.arguments) == len(signature[1].split(",")), launch.kernel.name
 
 

@@ -126,7 +126,7 @@ def test_memory_that_the_system_does_not_pin_is_refused_as_such(monkeypatch: pyt
 
 
 def test_an_executor_without_room_for_it_runs_as_one_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows by the graph and prompts by the plain list; the bytes of the table are no longer the device's."""
+    """Rows by the graph and prompts by the kernels of many rows; the bytes of the table are no longer the device's."""
     twins = TwinDevice()
     twins.install(monkeypatch)
     plan, ids = CachePlan(128, 64), [(5 + 7 * i) % 270 for i in range(60)]

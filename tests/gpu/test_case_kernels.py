@@ -71,7 +71,7 @@ def test_the_second_scale_of_nvfp4_counts(monkeypatch: pytest.MonkeyPatch, name:
 
 @pytest.mark.parametrize("name", EMBEDDINGS)
 def test_a_quantised_embedding_row_is_the_decoded_one(name: str) -> None:
-    """K13: of one token by the decode graph's kernel, of several by the plain list's: bit for bit."""
+    """K13: of one token by the decode graph's kernel, of several by that of a prompt: bit for bit."""
     parts, form = random_parts(name, 64, 512, 3), form_of(name, 64, 512)
     decoded, packed, scale = get(name).decode(parts), form.pack(parts), math.sqrt(512)
     for token in (0, 41, 63):

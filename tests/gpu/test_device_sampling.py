@@ -177,7 +177,7 @@ def test_cancelled_between_steps(executor: DeviceExecutor) -> None:
             next(answer)
         answer.close()
         assert not engine.has_work
-    # A prompt from the cache gives its last row by the graph, not by the plain list: another rounding.
+    # A prompt from the cache gives its last row by the graph, not by the kernels of many rows: another rounding.
     again = Request((*PROMPT[:-1], 8), max_tokens=60, sampling=ALL, ignores_end=True)
     assert len(wanted) == len(list(engine.generate(again))) == 60
 
