@@ -240,6 +240,17 @@ def with_formats(checkpoint: Checkpoint, other: Checkpoint, word: str) -> Checkp
     return replace(checkpoint, tensors={n: other.tensors[n] if word in n else t for n, t in checkpoint.tensors.items()})
 
 
+def test_layers_of_one_kind_may_have_different_numbers_of_query_heads(make: Make) -> None:
+    """What they keep is alike, so they share pages; what attends over them is not."""
+    shape = SHAPES["llama"]
+    eight, four = (checkpoint_of("llama", replace(shape, n_heads=n), "Q4_K_M", "cpu") for n in (8, 4))
+    mixed = with_formats(eight, four, "blk.1.")
+    model = load_model(replace(mixed, metadata={**mixed.metadata, "llama.attention.head_count": [8, 4]}))
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    assert len(step.kinds) == 1
+    check_chunks(make(step), IDS, (1, 70), TIES)
+
+
 @pytest.mark.parametrize(("word", "n_launches"), [("attn_v", 2), ("attn_k", 3), ("attn_q", 2)])
 def test_q_k_and_v_may_have_records_of_different_widths(make: Make, word: str, n_launches: int) -> None:
     shape = SHAPES["gemma3"]
