@@ -39,6 +39,8 @@ class PromptRunner:
         assert isinstance(logits, FusedLogits)
         self._cap = logits.cap
         self._walks: dict[int, tuple[Walk, list[Callable[[], None]]]] = {}
+        # The planner's buffers were filled with zeros on the stream that was current, for which this one does not wait.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
 
     @property
     def most_rows(self) -> int:
