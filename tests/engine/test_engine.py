@@ -289,7 +289,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(qwen: Model) -> None:
 
 def test_an_executor_that_fails_loses_its_batch_and_no_pages(qwen: Model) -> None:
     engine = make_engine(qwen)
-    free = {name: pool.n_free for name, pool in engine._pools.items()}
+    free = {name: pool.n_free for name, pool in engine._pages.pools.items()}
     real_run = engine.executor.run
 
     def broken(batch: object) -> torch.Tensor:
@@ -299,7 +299,7 @@ def test_an_executor_that_fails_loses_its_batch_and_no_pages(qwen: Model) -> Non
     with pytest.raises(RuntimeError, match="device lost"):
         run(engine, Request(tuple(prompt_ids(9)), sampling=GREEDY))
     assert not engine.has_work
-    assert {name: pool.n_free for name, pool in engine._pools.items()} == free
+    assert {name: pool.n_free for name, pool in engine._pages.pools.items()} == free
     engine.executor.run = real_run  # type: ignore[method-assign]
     assert (
         run(engine, Request(tuple(prompt_ids(9)), max_tokens=3, sampling=GREEDY, ignores_end=True))[2].n_generated == 3
