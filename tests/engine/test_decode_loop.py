@@ -65,8 +65,10 @@ def trouble(monkeypatch: pytest.MonkeyPatch) -> Trouble:
 
     def logits(self, y, banned, out, bests, counter, state, history):
         healthy(self, y, banned, out, bests, counter, state, history)
+        if found.position is None:
+            return
         at = int(state[1]) - 1
-        if found.position is not None and at >= found.position:
+        if at >= found.position:
             out[11] = torch.nan
             state[0] = history[at] = -1
 
@@ -334,3 +336,21 @@ def test_two_requests_that_differ_in_seed_share_a_sampler(make: Make) -> None:
     assert samplers[0] is samplers[1]
     assert found == [ids_of(run(make(loops=False), request)) for request in requests]
     assert found[0] != found[1]
+
+
+def test_the_loop_is_left_and_taken_up_again_where_pages_run_out(make: Make, launched: list[int]) -> None:
+    """Four pages; the first comes to need three, the other two: it is computed again, and goes on in the loop."""
+    engine = make(n_sequences=2, positions=256)
+    requests = [
+        Request((*PROMPT, *PROMPT[::-1], *PROMPT[:10]), max_tokens=12, sampling=SAMPLED, ignores_end=True),
+        Request((*PROMPT, 7, 8, 9, 10, 11), max_tokens=20, sampling=replace(SAMPLED, seed=4), ignores_end=True),
+    ]
+    alone = [ids_of(run(make(loops=False), request)) for request in requests]
+    order = [engine.add(request) for request in requests]
+    found: dict[int, list[Delta]] = {request_id: [] for request_id in order}
+    while engine.has_work:
+        for delta in engine.step():
+            found[delta.request_id].append(delta)
+    assert engine.load.n_preempted == 1
+    assert launched[-1] == 60 + 20 - 2
+    assert [ids_of(found[request_id]) for request_id in order] == alone

@@ -89,6 +89,10 @@ def test_eight_unequal_sequences_equal_one_by_one(model: Model, sampling: Sampli
     assert [len(ids) for ids in alone] == [request.max_tokens for request in requests]
     assert run_all(make_engine(model, n_sequences=8), requests) == alone
     assert run_all(make_engine(model, n_sequences=3, chunk=5), requests) == alone
+    # The prompts alone take 110 positions, with the answers 236.
+    short = make_engine(model, n_sequences=8, chunk=16, capacity=64, positions=96)
+    assert run_all(short, requests) == alone
+    assert short.load.n_preempted > 0
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])

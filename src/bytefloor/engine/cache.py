@@ -237,7 +237,7 @@ class SequenceCache:
         return end <= self.plan.capacity and not any(self._unwritable(kind, end) for kind in self.kinds)
 
     def n_missing(self, kind: CacheKind, n_rows: int) -> int:
-        """The most pages that the next n_rows positions, written in any chunks, can take at a time beside those held."""
+        """The most pages that the next n_rows positions, chunk by chunk, can take at a time beside those held."""
         n_pages = len(self._unwritable(kind, self.length + n_rows))
         if kind.window is None:
             return n_pages

@@ -174,8 +174,11 @@ class Engine:
         return next((sequence.reading for sequence in found), None)
 
     def _can_loop(self, sequence: SequenceState) -> bool:
-        """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request."""
-        is_decoding = sequence.first_token_at is not None
+        """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
+
+        One that lost its pages has many tokens to compute first, though it has answered.
+        """
+        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:

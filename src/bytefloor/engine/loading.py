@@ -43,8 +43,8 @@ class EngineOptions:
 
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
     chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK or REFERENCE_CHUNK, as it may be. kv: one of KV_TYPES,
-    None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes together, None
-    for n_sequences full contexts; where they run out, sequences wait for each other.
+    None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes together,
+    None for n_sequences full contexts; where they run out, sequences wait for each other.
     """
 
     context: int | None = None
