@@ -152,7 +152,8 @@ class DeviceExecutor:
         running += 2 * max(self.batch_sizes, default=0) * self._n_vocabulary * 4
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
-        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
+        n_positions = self.plan.most_positions
+        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, n_positions, kv, table)
 
     def _plan_rows(self, fused: Sequence[Fused], memory: DeviceMemory) -> RowPlanner:
         most_rows = max(min(self.plan.chunk, self.plan.capacity), self.plan.n_sequences)

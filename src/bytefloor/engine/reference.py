@@ -79,7 +79,7 @@ class ReferenceExecutor:
         self.device = torch.device(device)
         progress = progress or Silent()
         memory = MemoryPlan(
-            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity, self._kv()
+            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.most_positions, self._kv()
         )
         check_memory(memory, progress, advice)
         self._tensors = self._load(progress)

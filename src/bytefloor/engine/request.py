@@ -37,7 +37,8 @@ class Finish:
 
     reason: ``stop`` the model's end token or a stop string, ``length`` max_tokens or a full context, ``loop`` it
     repeated itself, ``cancelled``, ``error``. detail: the same in words.
-    n_cached: prompt tokens whose keys and values were already there. Seconds are wall time.
+    n_cached: prompt tokens whose keys and values were already there, in every layer, when the request first began.
+    Seconds are wall time.
     """
 
     reason: FinishReason

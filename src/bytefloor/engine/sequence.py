@@ -39,15 +39,20 @@ class SequenceState:
         return len(self.ids) - len(self.request.prompt_ids)
 
     def start(self, cache: SequenceCache) -> None:
-        """Begin from a cache that holds the first tokens, or nothing."""
+        """Begin, or go on after pages ran out, from a cache that holds the first tokens, or nothing."""
         self.cache = cache
+        if self.has_started:
+            return
         self.has_started = True
         self._n_cached = cache.length
         self._started_at = time.perf_counter()
 
     @property
     def reading(self) -> Reading | None:
-        """How far the prompt has been read; None before it has begun, and from the first token on."""
+        """How far the prompt has been read; None before it has begun, and from the first token on.
+
+        Pages that ran out take it back to the beginning, which may be before what was cached at first.
+        """
         if not self.has_started or self.first_token_at is not None:
             return None
         return Reading(self.cache.length, len(self.request.prompt_ids), self._n_cached)
