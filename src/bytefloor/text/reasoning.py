@@ -13,15 +13,19 @@ _State = Literal["start", "thought", "after", "answer"]
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """What stands before and after a thought. `is_anywhere`: thoughts may follow text, not only begin a reply."""
+    """What stands before and after a thought. `is_anywhere`: thoughts may follow text, not only begin a reply.
+
+    `after` is what the family's templates write between the closing tag and the answer.
+    """
 
     open: str
     close: str
     is_anywhere: bool
+    after: str = ""
 
 
 #: Only at the start: an answer that explains the tag would otherwise vanish into the thought.
-THINK = ReasoningTags("<think>", "</think>", is_anywhere=False)
+THINK = ReasoningTags("<think>", "</think>", is_anywhere=False, after="\n\n")
 CHANNEL = ReasoningTags("<|channel>thought", "<channel|>", is_anywhere=True)
 
 
@@ -39,6 +43,16 @@ class ReasoningSplitter:
         self._is_fresh = True  # nothing of this thought has been let through yet
         # Some models repeat the opening tag that the prompt has already written.
         self._may_repeat_open = is_open
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what has come ends inside a thought."""
+        return self._tags is not None and self._state == "thought"
+
+    @property
+    def n_of_closing(self) -> int:
+        """How many letters of the thought's closing tag have come."""
+        return n_begun(self._held, self._tags.close) if self._tags and self.is_thinking else 0
 
     def push(self, text: str) -> list[tuple[Channel, str]]:
         """Pieces of (channel, text) that have become certain."""

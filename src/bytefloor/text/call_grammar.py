@@ -1,0 +1,133 @@
+"""Grammars under which a model can only answer with calls of the request's tools, in its own family's syntax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bytefloor.errors import RequestError
+from bytefloor.text.calls import GEMMA4, HERMES, LLAMA3, CallFormat
+from bytefloor.text.gemma_grammar import GemmaRules
+from bytefloor.text.reasoning import ReasoningTags
+from bytefloor.text.tools import Tool, ToolChoice, check_choice
+
+#: Text cut at its control tokens: their ids, and what lies between them.
+Cut = Callable[[str], list[int | str]]
+
+#: How the templates' own JSON filter spaces what models were trained on.
+_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+
+
+@dataclass(frozen=True)
+class GrammarSource:
+    """What a grammar compiler gets. "lark" is llguidance's dialect: `%json` rules, control tokens as `<[id]>`."""
+
+    kind: Literal["lark"]
+    source: str
+
+
+def call_grammar(
+    format: CallFormat,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    cut: Cut,
+    *,
+    is_parallel: bool = True,
+    thought: ReasoningTags | None = None,
+    is_thought_open: bool = False,
+) -> GrammarSource | None:
+    """The grammar of a whole answer for `required` and `named`; None for the other choices, which bind to nothing.
+
+    cut: the tokenizer's `finder.cut`. is_parallel: more than one call may come, where the format's turns can show them.
+    thought: the answer may begin with one; `is_thought_open`: it does, the prompt has opened it.
+    """
+    check_choice(choice, tools)
+    if choice.mode not in ("required", "named"):
+        return None
+    allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
+    rules = _Rules(cut)
+    start = "calls"
+    if thought is not None:
+        rules.add_thought(thought, is_open=is_thought_open)
+        start = "thought calls" if is_thought_open else "thought? calls"
+    rules.lines.insert(0, f"start: {start}")
+    many = is_parallel and format.n_a_turn != 1
+    _WRITERS[format.name](rules, allowed, many)
+    return GrammarSource("lark", "\n".join(rules.lines) + "\n")
+
+
+class _Rules:
+    """A grammar's lines."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.lines: list[str] = []
+        self._cut = cut
+
+    def add(self, name: str, body: str) -> None:
+        """One more rule."""
+        self.lines.append(f"{name}: {body}")
+
+    def spelled(self, text: str) -> str:
+        """The text as a sequence of control tokens and strings."""
+        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in self._cut(text))
+
+    def add_thought(self, tags: ReasoningTags, *, is_open: bool) -> None:
+        """A thought, from its opening tag or from what comes behind that to the white space behind the closing one."""
+        opening = "" if is_open else self.spelled(tags.open) + " "
+        closing = self._cut(tags.close)
+        if all(isinstance(piece, int) for piece in closing):
+            self.add("thought", f"{opening}/(?s:.*)/ {self.spelled(tags.close)} /[ \\t\\r\\n]*/")
+        else:
+            self.add("thought", f"{opening}thinking /[ \\t\\r\\n]*/")
+            self.add("thinking[lazy]", f"/(?s:.*){_escaped(tags.close)}/")
+
+
+def _escaped(text: str) -> str:
+    return "".join(letter if letter.isalnum() else f"\\x{ord(letter):02x}" for letter in text)
+
+
+def _add_hermes(rules: _Rules, tools: Sequence[Tool], many: bool) -> None:
+    rules.add("calls", f"call ({rules.spelled(chr(10))} call)*" if many else "call")
+    _add_json_calls(rules, tools, '<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>")
+
+
+def _add_llama(rules: _Rules, tools: Sequence[Tool], many: bool) -> None:
+    assert not many
+    rules.add("calls", "call")
+    _add_json_calls(rules, tools, '{"name": %s, "parameters": ', "}")
+
+
+def _add_json_calls(rules: _Rules, tools: Sequence[Tool], before: str, after: str) -> None:
+    rules.add("call", " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        head = rules.spelled(before % json.dumps(tool.name))
+        rules.add(f"call_{i}", f"{head} {_arguments(tool)} {rules.spelled(after)}")
+
+
+def _arguments(tool: Tool) -> str:
+    """The arguments' JSON schema as part of a rule."""
+    schema: Mapping[str, Any] = tool.parameters
+    if not schema:  # no schema is an empty list of parameters
+        return '"{}"'
+    if "x-guidance" in schema:
+        raise RequestError(f"the parameters of {tool.name!r} have the key 'x-guidance', expected a JSON schema")
+    return "%json " + json.dumps({"x-guidance": _SPACING, "type": "object", **schema})
+
+
+def _add_gemma(rules: _Rules, tools: Sequence[Tool], many: bool) -> None:
+    rules.add("calls", "call+" if many else "call")
+    rules.add("call", " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        values = GemmaRules(rules.add, rules.spelled, f"tool_{i}", tool)
+        head, tail = rules.spelled(f"<|tool_call>call:{tool.name}"), rules.spelled("<tool_call|>")
+        rules.add(f"call_{i}", f"{head} {values.arguments()} {tail}")
+    GemmaRules.add_shared(rules.add, rules.spelled)
+
+
+_WRITERS: dict[str, Callable[[_Rules, Sequence[Tool], bool], None]] = {
+    HERMES.name: _add_hermes,
+    LLAMA3.name: _add_llama,
+    GEMMA4.name: _add_gemma,
+}
