@@ -10,7 +10,6 @@ from typing import Any, Literal
 from bytefloor.errors import RequestError
 from bytefloor.text.calls import GEMMA4, HERMES, LLAMA3, CallFormat
 from bytefloor.text.gemma_grammar import GemmaRules
-from bytefloor.text.reasoning import ReasoningTags
 from bytefloor.text.tools import Tool, ToolChoice, check_choice
 
 #: Text cut at its control tokens: their ids, and what lies between them.
@@ -35,24 +34,18 @@ def call_grammar(
     cut: Cut,
     *,
     is_parallel: bool = True,
-    thought: ReasoningTags | None = None,
-    is_thought_open: bool = False,
 ) -> GrammarSource | None:
-    """The grammar of a whole answer for `required` and `named`; None for the other choices, which bind to nothing.
+    """The grammar of an answer for `required` and `named`; None for the other choices, which bind to nothing.
 
     cut: the tokenizer's `finder.cut`. is_parallel: more than one call may come, where the format's turns can show them.
-    thought: the answer may begin with one; `is_thought_open`: it does, the prompt has opened it.
+    Where the answer may begin with a thought, the grammar is that of what comes behind it.
     """
     check_choice(choice, tools)
     if choice.mode not in ("required", "named"):
         return None
     allowed = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
     rules = _Rules(cut)
-    start = "calls"
-    if thought is not None:
-        rules.add_thought(thought, is_open=is_thought_open)
-        start = "thought calls" if is_thought_open else "thought? calls"
-    rules.lines.insert(0, f"start: {start}")
+    rules.add("start", "calls")
     many = is_parallel and format.n_a_turn != 1
     _WRITERS[format.name](rules, allowed, many)
     return GrammarSource("lark", "\n".join(rules.lines) + "\n")
@@ -72,20 +65,6 @@ class _Rules:
     def spelled(self, text: str) -> str:
         """The text as a sequence of control tokens and strings."""
         return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in self._cut(text))
-
-    def add_thought(self, tags: ReasoningTags, *, is_open: bool) -> None:
-        """A thought, from its opening tag or from what comes behind that to the white space behind the closing one."""
-        opening = "" if is_open else self.spelled(tags.open) + " "
-        closing = self._cut(tags.close)
-        if all(isinstance(piece, int) for piece in closing):
-            self.add("thought", f"{opening}/(?s:.*)/ {self.spelled(tags.close)} /[ \\t\\r\\n]*/")
-        else:
-            self.add("thought", f"{opening}thinking /[ \\t\\r\\n]*/")
-            self.add("thinking[lazy]", f"/(?s:.*){_escaped(tags.close)}/")
-
-
-def _escaped(text: str) -> str:
-    return "".join(letter if letter.isalnum() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def _add_hermes(rules: _Rules, tools: Sequence[Tool], many: bool) -> None:

@@ -45,7 +45,7 @@ class ChatPrompt:
     keep_special: frozenset[int]  # control tokens whose text the splitter needs to see
     call_format: CallFormat | None = None  # None: the reply has no calls
     tool_names: frozenset[str] = frozenset()  # tools that may be called
-    grammar: GrammarSource | None = None  # what the reply must be, where a call is demanded
+    grammar: GrammarSource | None = None  # what the reply must be, its thought apart, where a call is demanded
 
     def reply(self, answer_id: str) -> ReplySplitter:
         """A splitter for one reply to this prompt; the ids of its calls follow from `answer_id`."""
@@ -158,10 +158,7 @@ class ChatTemplate:
         format = self._format_for_calls() if tools else None
         grammar = None
         if format is not None:
-            cut = self._tokenizer.finder.cut
-            grammar = call_grammar(
-                format, known, choice, cut, is_parallel=parallel_calls, thought=tags, is_thought_open=is_open
-            )
+            grammar = call_grammar(format, known, choice, self._tokenizer.finder.cut, is_parallel=parallel_calls)
         return ChatPrompt(
             text=rendered.text,
             ids=self._encoded(rendered),

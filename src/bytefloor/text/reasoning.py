@@ -13,19 +13,15 @@ _State = Literal["start", "thought", "after", "answer"]
 
 @dataclass(frozen=True)
 class ReasoningTags:
-    """What stands before and after a thought. `is_anywhere`: thoughts may follow text, not only begin a reply.
-
-    `after` is what the family's templates write between the closing tag and the answer.
-    """
+    """What stands before and after a thought. `is_anywhere`: thoughts may follow text, not only begin a reply."""
 
     open: str
     close: str
     is_anywhere: bool
-    after: str = ""
 
 
 #: Only at the start: an answer that explains the tag would otherwise vanish into the thought.
-THINK = ReasoningTags("<think>", "</think>", is_anywhere=False, after="\n\n")
+THINK = ReasoningTags("<think>", "</think>", is_anywhere=False)
 CHANNEL = ReasoningTags("<|channel>thought", "<channel|>", is_anywhere=True)
 
 

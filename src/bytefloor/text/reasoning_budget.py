@@ -62,6 +62,6 @@ class ReasoningBudget:
         n_begun = self._splitter.n_of_closing
         # The model may be about to close the thought itself; then only the rest of its tag is missing.
         text = self._tags.close[n_begun:] if n_begun else ("" if self._ends_line else "\n") + self._tags.close
-        forced = self._encode(text + self._tags.after)
+        forced = self._encode(text)
         self._n_forced = len(forced)
         return forced
