@@ -15,9 +15,6 @@ from bytefloor.text.tools import Tool, ToolChoice, check_choice
 #: Text cut at its control tokens: their ids, and what lies between them.
 Cut = Callable[[str], list[int | str]]
 
-#: How the templates' own JSON filter spaces what models were trained on.
-_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-
 
 @dataclass(frozen=True)
 class GrammarSource:
@@ -90,9 +87,9 @@ def _arguments(tool: Tool) -> str:
     schema: Mapping[str, Any] = tool.parameters
     if not schema:  # no schema is an empty list of parameters
         return '"{}"'
-    if "x-guidance" in schema:
+    if "x-guidance" in schema:  # options for the compiler, one of which is to ignore what it does not know
         raise RequestError(f"the parameters of {tool.name!r} have the key 'x-guidance', expected a JSON schema")
-    return "%json " + json.dumps({"x-guidance": _SPACING, "type": "object", **schema})
+    return "%json " + json.dumps({"type": "object", **schema})
 
 
 def _add_gemma(rules: _Rules, tools: Sequence[Tool], many: bool) -> None:

@@ -176,9 +176,18 @@ class _CallSplitter:
         next(self._steps)
 
     def taken(self) -> list[Event]:
-        """The events since last time."""
+        """The events since last time, neighbouring pieces of one text put together."""
         events, self._events = self._events, []
-        return events
+        joined: list[Event] = []
+        for event in events:
+            match (joined[-1] if joined else None), event:
+                case Text(channel, before), Text(other, text) if channel == other:
+                    joined[-1] = Text(channel, before + text)
+                case CallArguments(index, before), CallArguments(_, text):
+                    joined[-1] = CallArguments(index, before + text)
+                case _:
+                    joined.append(event)
+        return joined
 
     def thought(self, text: str) -> None:
         """A piece of the thought, which passes by."""
