@@ -144,7 +144,8 @@ def test_a_role_that_is_no_role_is_refused() -> None:
 def test_templates_may_still_test_and_cut_text() -> None:
     """T05: text without control tokens is untouched."""
     source = (
-        "{# <tool_call> #}{% set c = messages[0].content %}{{ c | trim }}|{{ c.split(':')[0] | upper }}|{{ 'b' in c }}|{{ c | length }}"
+        "{# <tool_call> #}"
+        "{% set c = messages[0].content %}{{ c | trim }}|{{ c.split(':')[0] | upper }}|{{ 'b' in c }}|{{ c | length }}"
         "|{{ tools[0].type == 'function' }}"
     )
     chat = ChatTemplate(source, QWEN3_TOKENIZER, "qwen3")

@@ -49,18 +49,15 @@ def read(chat: ChatTemplate, calls: list[ToolCall]) -> Reply:
 # --- round trips: what the family's template writes for calls is read as the same calls ---
 
 # Keys are names, as in any schema that a tool has. Gemma 4 has no escape for its quotation token.
+NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: '<|"|>' not in text)
+NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: '<|"|>' not in text),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True), inner, max_size=3)
-    ),
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=8,
-)  # fmt: skip
-ARGUMENTS = st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True), VALUES, max_size=4)
+)
+ARGUMENTS = st.dictionaries(NAMES, VALUES, max_size=4)
 
 
 def check_round_trip(chat: ChatTemplate, arguments: list[dict[str, Any]]) -> None:

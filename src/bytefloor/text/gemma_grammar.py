@@ -31,6 +31,8 @@ _KEYWORDS: dict[str, frozenset[str]] = {
     "array": frozenset({"items", "minItems", "maxItems"}),
 }
 _MAX_ITEMS = 1000
+_MAX_DEPTH = 100
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 _KEY = re.compile(r'[^:{}\[\],"<>\s|]([^:{}\[\],"<>\r\n\t|]*[^:{}\[\],"<>\s|])?')
 
 
@@ -72,11 +74,15 @@ class GemmaRules:
         return name
 
     def _refuse(self, path: str, keyword: str, reason: str) -> RequestError:
-        where = f"#{path}/{keyword}"
-        return RequestError(f"the parameters of {self._tool.name!r}: {where} {reason} for this model's call syntax")
+        where = f"#{path}/{keyword}".rstrip("/")
+        return RequestError(
+            f"the parameters of {self._tool.name!r}, for calls as Gemma 4 writes them: {where} {reason}"
+        )
 
     def _value(self, schema: Any, path: str) -> str:
         """A part of a rule that is this schema's values."""
+        if path.count("/") > _MAX_DEPTH:
+            raise RequestError(f"the parameters of {self._tool.name!r} are nested more than {_MAX_DEPTH} deep")
         if schema is True or schema == {}:
             return "any"
         if not isinstance(schema, Mapping):
@@ -93,7 +99,7 @@ class GemmaRules:
         if "const" in demands:
             return self._one_of([demands["const"]], f"{path}/const")
         kind = demands.pop("type", None)
-        if isinstance(kind, list):
+        if isinstance(kind, list) and all(isinstance(one, str) for one in kind):
             # Each type minds its own keywords.
             known = [k for k in kind if k in _KEYWORDS]
             parts = [{"type": k, **{key: demands[key] for key in demands.keys() & _KEYWORDS[k]}} for k in known]
@@ -104,11 +110,12 @@ class GemmaRules:
         return self._typed(kind, demands, path)
 
     def _typed(self, kind: Any, demands: Schema, path: str) -> str:
-        if kind not in _KEYWORDS:
-            raise self._refuse(path, "type", f"is {kind!r}, expected one of {', '.join(_KEYWORDS)}, which is needed")
+        if not isinstance(kind, str) or kind not in _KEYWORDS:
+            raise self._refuse(path, "type", f"is {kind!r}, expected one of {', '.join(_KEYWORDS)}")
         unknown = demands.keys() - _KEYWORDS[kind]
         if unknown:
             raise self._refuse(path, min(unknown), "cannot be enforced")
+        self._check(demands, path)
         if kind == "string":
             return self._text(demands, path)
         if kind in ("integer", "number"):
@@ -118,6 +125,18 @@ class GemmaRules:
         if kind == "array":
             return self._array(demands, path)
         return '"null"' if kind == "null" else '("true" | "false")'
+
+    def _check(self, demands: Schema, path: str) -> None:
+        """Keywords have values of their kind."""
+        for keyword in _COUNTS:
+            count = demands.get(keyword, 0)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise self._refuse(path, keyword, f"is {count!r}, expected a whole number from 0 on")
+        if not isinstance(demands.get("properties", {}), Mapping):
+            raise self._refuse(path, "properties", f"is {demands['properties']!r}, expected an object")
+        names = demands.get("required", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._refuse(path, "required", f"is {names!r}, expected a list of names")
 
     def _text(self, demands: Schema, path: str) -> str:
         if not demands:
@@ -134,15 +153,15 @@ class GemmaRules:
         return name
 
     def _reference(self, target: Any, path: str) -> str:
-        if target in self._references:
+        if isinstance(target, str) and target in self._references:
             return self._references[target]
         found: Any = self._tool.parameters
         if not isinstance(target, str) or not target.startswith("#"):
-            raise self._refuse(path, "", f"is {target!r}, expected a reference within the schema, which is needed")
+            raise self._refuse(path, "", f"is {target!r}, expected a reference within the schema")
         for part in target[1:].split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, Mapping) or key not in found:
-                raise self._refuse(path, "", f"is {target!r}, which the schema does not have, as is needed")
+                raise self._refuse(path, "", f"is {target!r}, which the schema does not have")
             found = found[key]
         name = f"{self._prefix}_ref_{len(self._references)}"
         self._references[target] = name  # before its body, which may refer to it
@@ -151,12 +170,12 @@ class GemmaRules:
 
     def _any_of(self, schemas: Any, path: str) -> str:
         if not isinstance(schemas, list) or not schemas:
-            raise self._refuse(path, "", f"is {schemas!r}, expected a list of schemas, which is needed")
+            raise self._refuse(path, "", f"is {schemas!r}, expected a list of schemas")
         return "(" + " | ".join(self._value(schema, f"{path}/{i}") for i, schema in enumerate(schemas)) + ")"
 
     def _one_of(self, values: Any, path: str) -> str:
         if not isinstance(values, list) or not values:
-            raise self._refuse(path, "", f"is {values!r}, expected a list of values, which is needed")
+            raise self._refuse(path, "", f"is {values!r}, expected a list of values")
         return "(" + " | ".join(self._spelled(self._written(value, path)) for value in values) + ")"
 
     def _written(self, value: Any, path: str) -> str:
@@ -175,7 +194,7 @@ class GemmaRules:
         extra = demands.get("additionalProperties", True)
         unknown = [name for name in required if name not in properties]
         if unknown:
-            raise self._refuse(path, "required", f"has {unknown[0]!r}, which is not in properties, as is needed")
+            raise self._refuse(path, "required", f"has {unknown[0]!r}, which is not in properties")
         if properties:
             return self._members(properties, set(required), path)
         if extra is False:
@@ -189,7 +208,7 @@ class GemmaRules:
         members: list[str] = []
         for name in names:
             if not _KEY.fullmatch(name):
-                raise self._refuse(path, f"properties/{name}", "is no name that can be written, as is needed")
+                raise self._refuse(path, f"properties/{name}", "is no name that can be written")
             value = self._value(properties[name], f"{path}/properties/{name}")
             members.append(self._rule(f"{self._spelled(f'{name}:')} {value}"))
         # From the last to the first: what may follow after a member, and what may come where none has come yet.
@@ -204,7 +223,7 @@ class GemmaRules:
     def _array(self, demands: Schema, path: str) -> str:
         least, most = demands.get("minItems", 0), demands.get("maxItems")
         if max(least, most or 0) > _MAX_ITEMS:
-            raise self._refuse(path, "maxItems", f"is more than {_MAX_ITEMS}, which is too many")
+            raise self._refuse(path, "maxItems", f"is more than {_MAX_ITEMS}")
         item = self._value(demands.get("items", {}), f"{path}/items")
         if most == 0:
             return '"[]"'
