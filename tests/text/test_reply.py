@@ -216,7 +216,7 @@ def test_a_call_cut_off_by_the_token_limit_is_text() -> None:
     whole = text.index("}}") + 2
     for cut in range(1, len(text)):
         reply = read(text[:cut], HERMES)
-        assert (reply.content == text[:cut]) == (cut < whole)
+        assert reply.content == (text[:cut] if cut < whole else "")
         assert bool(reply.calls) == (cut >= whole)
 
 
