@@ -66,7 +66,9 @@ class Constraint:
             return _only(thought.open[self._n_opened], len(guide.is_end))
         self.prepare()
         if self._matcher.is_error() or self._bits is None:
-            raise RequestError(f"the grammar cannot be followed: {' '.join(self._matcher.get_error().split())[:300]}")
+            # The rest of the message is llguidance's own state.
+            reason = " ".join(self._matcher.get_error().split("<state>")[0].split())
+            raise RequestError(f"the grammar cannot be followed: {reason[:300]}")
         bits = np.unpackbits(np.frombuffer(self._bits, np.uint8), count=len(guide.is_end), bitorder="little")
         mask = bits.view(np.bool_)
         if self._is_text_start and guide.without_space is not None:

@@ -1,6 +1,6 @@
 """Structured output: what an answer may look like, compiled, and how far an answer has come.
 
-Masks are llguidance's, which walks the vocabulary as a trie. On one core of a server CPU, with Gemma's 262,144 tokens, a
+Masks are llguidance's, which walks the vocabulary as a trie. On one server core, with Gemma's 262,144 tokens, a
 mask takes 0.05 ms on average (median 0.03, at most 5) inside a JSON schema of 120 properties with lists of
 objects, which compiles in 20 ms. Grammars that repeat single characters outside a terminal take 7 to 14 ms.
 """
@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 
 from bytefloor.errors import RequestError
 from bytefloor.text.constraint import Constraint, Thought
@@ -22,15 +22,13 @@ from bytefloor.text.reasoning import ReasoningTags
 from bytefloor.text.schema import check_schema, parse_schema, refuse_at
 from bytefloor.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
 
 #: Between two tokens of JSON. Without an end a model may write white space until its tokens are used up.
 _WHITE_SPACE = r"[ \t\n\r]{1,32}"
-_JSON_OPTIONS: JsonCompileOptions = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITE_SPACE}
+_JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITE_SPACE}
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
+_SETTINGS = re.compile(r"^%llguidance\s*(?={)", re.MULTILINE)
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 
 
@@ -83,28 +81,27 @@ def compile_grammar(
     source: none for json_object; the schema or its JSON text for json_schema; otherwise text, of which a regex (Rust's
     syntax) must match the whole answer.
     """
-    schema = None
+    schema: Any = None
     if kind == "json_object":
         schema = {"type": "object"}
     elif kind == "json_schema":
         schema = parse_schema({} if source is None else source)
+        if schema is False:
+            raise RequestError("json_schema: #: false allows no answer at all")
     elif kind not in get_args(GrammarKind):
         raise RequestError(f"grammar kind {kind!r}: expected one of {', '.join(get_args(GrammarKind))}")
     elif not isinstance(source, str) or not source.strip():
         raise RequestError(f"{kind}: found {type(source).__name__} {source!r:.40}, expected text that is not empty")
     if schema is not None:
-        definition = _from_schema(schema)
+        if reason := _schema_complaint(schema):
+            raise refuse_at(schema, reason, _schema_complaint)
+        lark = f"start: %json {json.dumps(_with_options(schema))}"
     elif kind == "regex":
-        definition = LLMatcher.grammar_from_regex(str(source))
+        lark = f"start: /{regex_to_lark(str(source))}/"
     else:
-        lark = to_lark(str(source)) if kind == "gbnf" else _checked_lark(str(source))
-        definition = LLMatcher.grammar_from_lark(lark)
-    reason = _complaint(definition, tokenizer)
-    if reason is not None and schema is not None:
-        raise refuse_at(
-            schema, reason, lambda inner: None if isinstance(inner, bool) else _complaint(_from_schema(inner))
-        )
-    if reason is not None:
+        lark = _checked_lark(to_lark(str(source)) if kind == "gbnf" else str(source))
+    definition = LLMatcher.grammar_from_lark(_unforced(lark))
+    if reason := _complaint(definition, tokenizer):
         raise RequestError(f"{kind}: {reason}")
     matcher = LLMatcher(tokenizer.guide.words, definition, log_level=0)
     if matcher.is_error():
@@ -112,11 +109,28 @@ def compile_grammar(
     return Grammar(kind, definition, tokenizer, matcher)
 
 
-def _from_schema(schema: Any) -> str:
-    if schema is False:
-        raise RequestError("json_schema: #: false allows no answer at all")
-    text = json.dumps({} if schema is True else schema)
-    return LLMatcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+def _with_options(schema: Any) -> dict[str, Any]:
+    return {**({} if schema is True else schema), "x-guidance": _JSON_OPTIONS}
+
+
+def _schema_complaint(schema: Any) -> str | None:
+    """As _complaint, in fewer words. `false` is at its place inside of a schema, where it is not what is wrong."""
+    return None if schema is False else _complaint(LLMatcher.grammar_from_json_schema(_with_options(schema)))
+
+
+def _unforced(lark: str) -> str:
+    """Where only one text can follow, llguidance would allow only the tokens that text is usually made of. But which of
+    the tokens that spell it is for the model, bans and biases to say."""
+    found = _SETTINGS.search(lark)
+    settings: dict[str, Any] = {}
+    rest = lark
+    if found is not None:
+        try:
+            settings, end = json.JSONDecoder().raw_decode(lark, found.end())
+        except ValueError as error:
+            raise RequestError(f"lark: %llguidance is not followed by JSON: {error}") from None
+        rest = lark[: found.start()] + lark[end:]
+    return f"%llguidance {json.dumps({**settings, 'no_forcing': True})}\n{rest}"
 
 
 def _checked_lark(source: str) -> str:

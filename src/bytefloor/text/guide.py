@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,17 +34,17 @@ class Guide:
 
 @dataclass(frozen=True)
 class _Words:
-    """The shape llguidance reads a vocabulary in; calling it encodes text, which it needs where text is forced."""
+    """The shape llguidance reads a vocabulary in. Calling it encodes text, which is wanted where text is forced to the
+    model's usual tokens; `grammar` has that switched off. So bytes will do, and a byte without a token is an error."""
 
     tokens: list[bytes]
     eos_token_id: int
-    encode: Callable[[str], list[int]]
     bos_token_id: None = None
     special_token_ids: tuple[int, ...] = ()
     is_tokenizer_wrapper: bool = True
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self.encode(text if isinstance(text, str) else text.decode("utf-8", errors="replace"))
+        return [self.tokens.index(bytes([byte])) for byte in (text.encode() if isinstance(text, str) else text)]
 
 
 def make_guide(
@@ -53,14 +52,13 @@ def make_guide(
     end_ids: frozenset[int],
     never_ids: frozenset[int],
     drops_space: bool,
-    encode: Callable[[str], list[int]],
 ) -> Guide:
     """Takes two seconds for 262,144 tokens. never_ids: tokens that no grammar takes, whatever they spell."""
     words = [_word(vocabulary, id, end_ids, never_ids) for id in range(len(vocabulary))]
     ends = sorted(end_ids)
     # Without an end token a grammar can only end where nothing can follow. llguidance wants one all the same: a token
     # of no bytes behind all others, which no model has a row for.
-    listed = _Words(words if ends else [*words, _SPECIAL + b"<end>"], ends[0] if ends else len(words), encode)
+    listed = _Words(words if ends else [*words, _SPECIAL + b"<end>"], ends[0] if ends else len(words))
     is_end = np.zeros(len(words), np.bool_)
     is_end[ends] = True
     return Guide(
@@ -78,7 +76,9 @@ def _word(vocabulary: Vocabulary, id: int, end_ids: frozenset[int], never_ids: f
         return _SPECIAL + vocabulary.bytes_of(id)
     if id in never_ids or kind in (Kind.UNKNOWN, Kind.UNUSED):
         return b""
-    return vocabulary.bytes_of(id)
+    word = vocabulary.bytes_of(id)
+    # The byte 0xFF as text, which every vocabulary has a token for, would read as a special token without a name.
+    return b"" if word.startswith(_SPECIAL) else word
 
 
 def _without_space(words: list[bytes]) -> npt.NDArray[np.int64]:

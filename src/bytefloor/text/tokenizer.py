@@ -93,13 +93,7 @@ class Tokenizer:
     @cached_property
     def guide(self) -> Guide:
         """For grammars. Made when it is first asked for, which takes a second or two for a large vocabulary."""
-        return make_guide(
-            self.vocabulary,
-            self.end_ids,
-            self.suppressed_ids,
-            self.add_space_prefix,
-            lambda text: self.encode_pieces([text], add_bos=False),
-        )
+        return make_guide(self.vocabulary, self.end_ids, self.suppressed_ids, self.add_space_prefix)
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool | None = None) -> list[int]:
         """Ids of the text. Control tokens written in it become tokens only with `parse_special`.
