@@ -9,7 +9,6 @@ import jsonschema
 import numpy as np
 import pytest
 from test_engine import make_engine, run
-from tiny import build_tiny, prompt_ids
 
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.request import Finish, Request
@@ -19,6 +18,7 @@ from bytefloor.errors import RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.text.grammar import Grammar, compile_grammar
+from tiny import build_tiny, prompt_ids
 
 GREEDY = SamplingParams(temperature=0)
 SCHEMA = {
@@ -133,7 +133,7 @@ def test_where_bans_leave_no_allowed_token_the_answer_is_an_error(engine: Engine
 
 def test_a_grammar_that_cannot_be_followed_ends_its_own_request_alone(engine: Engine) -> None:
     heavy = compiled(engine, "regex", "(.{0,500}a){200}")
-    letters = {id: 50.0 for id in engine.tokenizer.encode("ab", add_bos=False)}
+    letters = dict.fromkeys(engine.tokenizer.encode("ab", add_bos=False), 50.0)
     requests = [
         asked(heavy, sampling=SamplingParams(seed=1, logit_bias=letters)),
         asked(compiled(engine, "regex", "[0-9]{3}")),
@@ -161,7 +161,7 @@ def test_the_last_token_allowed_completes_the_grammar(engine: Engine) -> None:
 
 
 def test_an_end_token_ends_where_more_could_follow(engine: Engine) -> None:
-    ends = {id: 60.0 for id in engine.tokenizer.end_ids}
+    ends = dict.fromkeys(engine.tokenizer.end_ids, 60.0)
     ids, text, finish = run(engine, asked(compiled(engine, "regex", "a{3,}"), sampling=SamplingParams(logit_bias=ends)))
     assert text == "aaa"
     assert (finish.reason, finish.detail) == ("stop", "end of turn")
@@ -210,7 +210,7 @@ def test_the_mask_is_made_while_the_executor_is_at_work(engine: Engine) -> None:
     while engine.has_work and order.count("wait") < 3:
         engine.step()
     engine.cancel(request_id)
-    assert [each for each in order[:3]] == ["run", "mask", "wait"]
+    assert order[:3] == ["run", "mask", "wait"]
 
 
 def _one_row(engine: Engine):
@@ -219,3 +219,22 @@ def _one_row(engine: Engine):
     batch = Batch()
     engine._empty_cache().append_rows(batch, [5], [0])
     return batch
+
+
+def test_the_loop_on_the_device_is_left_to_others(engine: Engine) -> None:
+    """It knows no masks. A request without a grammar goes to it again."""
+
+    class Loop:
+        def can_serve(self, sampling: SamplingParams) -> bool:
+            return True
+
+        def start(self, *_: object) -> None:
+            raise AssertionError("looped")
+
+        def stop(self) -> None:
+            pass
+
+    engine._loop = Loop()  # type: ignore[assignment]
+    assert run(engine, asked(compiled(engine, "regex", "a{5}")))[1] == "aaaaa"
+    with pytest.raises(AssertionError, match="looped"):
+        run(engine, Request(tuple(prompt_ids(12)), max_tokens=3))

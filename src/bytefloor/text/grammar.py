@@ -1,8 +1,8 @@
 """Structured output: what an answer may look like, compiled, and how far an answer has come.
 
-Masks are llguidance's, which walks the vocabulary as a trie. On one server core, with Gemma's 262,144 tokens, a
-mask takes 0.05 ms on average (median 0.03, at most 5) inside a JSON schema of 120 properties with lists of
-objects, which compiles in 20 ms. Grammars that repeat single characters outside a terminal take 7 to 14 ms.
+A mask of Gemma's 262,144 tokens takes 0.03 ms of one CPU core, seldom more than 0.1, for JSON of a schema with 120
+properties, which compiles in 70 ms. Grammars that repeat single characters by rules take 3 to 10.
+`tests/grammar_costs.py` measures it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def compile_grammar(
     if kind == "json_object":
         schema = {"type": "object"}
     elif kind == "json_schema":
-        schema = parse_schema({} if source is None else source)
+        schema = parse_schema(source)
         if schema is False:
             raise RequestError("json_schema: #: false allows no answer at all")
     elif kind not in get_args(GrammarKind):

@@ -30,7 +30,7 @@ _SINGLE = ("items", "additionalItems", "additionalProperties")
 _DEEPEST = 100
 
 
-def parse_schema(source: Mapping[str, Any] | str | bool) -> Any:
+def parse_schema(source: Mapping[str, Any] | str | bool | None) -> Any:
     """The schema as plain data, every keyword of which is known. RequestError names path and keyword."""
     schema: Any = source
     if isinstance(source, str):
