@@ -298,13 +298,13 @@ class DeviceExecutor:
         """Logits of the wanted rows of one sequence, whose tables are shown."""
         if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
             return self._prompts.run(batch)
-        found = []
+        found: dict[int, Tensor] = {}
         for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
             self._set_state(token, position)
             self.launch_all() if is_eager else self._graph.replay()
             if row in batch.wanted:
-                found.append(self._memory.logits.clone())
-        return self._stacked(found)
+                found[row] = self._memory.logits.clone()
+        return self._stacked([found[row] for row in batch.wanted])
 
     @torch.inference_mode()
     def decode_greedy(self, batch: Batch, n_tokens: int) -> Tensor:
