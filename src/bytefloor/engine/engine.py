@@ -98,6 +98,10 @@ class Engine:
             )
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 1")
+        if request.grammar is not None and request.ignores_end:
+            raise RequestError("a grammar and ignores_end exclude each other: a grammar says where the answer ends")
+        if request.grammar is not None and request.grammar.tokenizer is not self.tokenizer:
+            raise RequestError("the grammar was compiled for another tokenizer")
         for token in request.prompt_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
@@ -161,6 +165,10 @@ class Engine:
             raise
         for sequence, n_rows in rows:
             sequence.cache.commit(n_rows)
+        for sequence in samplers:
+            # A device is still at its work.
+            if sequence.constraint is not None:
+                sequence.constraint.prepare()
         found = logits.float().cpu().numpy()
         return [self._postprocess(sequence, found[i]) for i, sequence in enumerate(samplers)]
 
@@ -176,9 +184,10 @@ class Engine:
     def _can_loop(self, sequence: SequenceState) -> bool:
         """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
 
-        One that lost its pages has many tokens to compute first, though it has answered.
+        One that lost its pages has many tokens to compute first, though it has answered. Under a grammar all are the
+        host's: the next mask needs the token before it.
         """
-        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1
+        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.constraint is None
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:
