@@ -12,7 +12,7 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.prefix import PrefixStore
-from bytefloor.engine.request import Delta, Finish, Reading, Request
+from bytefloor.engine.request import Delta, Finish, Load, Reading, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
@@ -69,12 +69,13 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. RequestError when it cannot be served as asked."""
-        self._check(request)
+        self.check(request)
         self._n_requests += 1
         self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
         return self._n_requests
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """RequestError when it cannot be served as asked. Reads only what never changes: any thread may ask."""
         n_prompt = len(request.prompt_ids)
         if n_prompt == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
@@ -88,6 +89,21 @@ class Engine:
         for token in request.prompt_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
+
+    @property
+    def load(self) -> Load:
+        """Who waits, who runs, and the pages of each kind of layer, those of kept prefixes among the used ones."""
+        pages = {name: (pool.n_pages - 1 - pool.n_free, pool.n_pages - 1) for name, pool in self._pools.items()}
+        return Load(len(self._scheduler.waiting), len(self._scheduler.running), pages)
+
+    def drop_running(self) -> set[int]:
+        """After a step that raised: forget all that took part, since nobody knows how far it came.
+
+        Their caches go with them. Returns the ids of those that wait, to which nothing has happened.
+        """
+        for sequence in list(self._scheduler.running):
+            self._drop(sequence)
+        return {sequence.request_id for sequence in self._scheduler.waiting}
 
     @property
     def has_work(self) -> bool:

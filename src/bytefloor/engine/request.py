@@ -70,6 +70,15 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How busy an engine is. pages: of each kind of layer (used, there are); kept prefixes count as used."""
+
+    n_waiting: int
+    n_running: int
+    pages: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Delta:
     """What one step added to one request's answer. Texts of all deltas join to the answer."""
 

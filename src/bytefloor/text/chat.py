@@ -59,6 +59,11 @@ class ChatPrompt:
     reasoning_tags: ReasoningTags | None  # None: the reply is content only
     keep_special: frozenset[int]  # control tokens whose text the splitter needs to see
 
+    @classmethod
+    def plain(cls, text: str, ids: list[int]) -> ChatPrompt:
+        """A text to go on with as it is: no template, no thoughts."""
+        return cls(text, ids, is_thought_open=False, reasoning_tags=None, keep_special=frozenset())
+
     def splitter(self) -> ReasoningSplitter:
         """A splitter for one reply to this prompt."""
         return ReasoningSplitter(self.reasoning_tags, is_open=self.is_thought_open)
