@@ -75,7 +75,8 @@ class Generation:
             pass
         left = self._ends_at - time.perf_counter()
         try:
-            return await asyncio.wait_for(self._mailbox.get(), max(0.0, min(patience_s, left)))
+            async with asyncio.timeout(max(0.0, min(patience_s, left))):  # wait_for would make a task each time
+                return await self._mailbox.get()
         except TimeoutError:
             if time.perf_counter() >= self._ends_at:
                 message = f"the request took longer than {self._timeout_s:g} s, this server's limit (--timeout)"
