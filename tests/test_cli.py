@@ -68,7 +68,7 @@ def test_help_answers_at_once_because_nothing_heavy_is_imported() -> None:
 def test_root_help_lists_the_verbs(args: list[str]) -> None:
     result = bytefloor(*args)
     assert result.exit_code == 0
-    assert all(f"\n  {verb} " in result.stdout for verb in ("run", "chat", "inspect", "pull"))
+    assert all(f"\n  {verb} " in result.stdout for verb in ("run", "chat", "serve", "inspect", "pull"))
 
 
 def test_version() -> None:
@@ -107,6 +107,11 @@ def assert_refused(result: Result, message: str) -> None:
         ("pull", "Missing argument"),
         ("pull nonsense", "expected org/repo"),
         ("run -p hi -n 0", "-n 0: expected at least 1, or -1"),
+        ("serve --port 99999", "Input should be less than or equal to 65535"),
+        ("serve --parallel 0", "Input should be greater than or equal to 1"),
+        ("serve --timeout 0", "--timeout 0.0: expected more than 0"),
+        ("serve --host no.such.host.invalid", "cannot listen on no.such.host.invalid port 8080"),
+        ("serve --port 0 -m nofile", "nofile: no such file or directory"),
         ("run -p hi -n abc", "'abc'"),
         ("run -p hi --temp warm", "'warm'"),
         ("run -p hi -c long", "'long': expected a number such as 4096 or 32k; see"),

@@ -17,7 +17,8 @@ BELOW = {
     "model": {"formats", "files", "ops"},
     "text": set(),
     "engine": {"formats", "files", "ops", "model", "text"},
-    "tools": {"formats", "files", "ops", "model", "text", "engine"},
+    "server": {"formats", "files", "ops", "model", "text", "engine"},
+    "tools": {"formats", "files", "ops", "model", "text", "engine", "server"},
 }
 """Which folders a folder may import. Everyone may import errors; cli.py may import anything."""
 MAX_LINES = 450

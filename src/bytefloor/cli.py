@@ -115,7 +115,9 @@ ThinkingOption = Annotated[
 SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
 
 
-def _settings(context: int | None, device: str, weights: str, kv: str | None, **sampling: Any) -> tuple[Any, Any]:
+def _settings(
+    context: int | None, device: str, weights: str, kv: str | None, n_sequences: int = 1, **sampling: Any
+) -> tuple[Any, Any]:
     """EngineOptions and SamplingParams from flags."""
     from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions, check_kv
     from bytefloor.engine.sampling_params import SamplingParams
@@ -123,7 +125,8 @@ def _settings(context: int | None, device: str, weights: str, kv: str | None, **
     if weights not in WEIGHT_TYPES:
         raise RequestError(f"--weights {weights}: expected {' or '.join(WEIGHT_TYPES)}")
     check_kv(kv)
-    return EngineOptions(context=context, device=device, weights=weights, kv=kv), SamplingParams(**sampling)
+    options = EngineOptions(context=context, device=device, weights=weights, n_sequences=n_sequences, kv=kv)
+    return options, SamplingParams(**sampling)
 
 
 @app.command()
@@ -200,6 +203,37 @@ def chat(
         repetition_penalty=repeat_penalty, seed=seed,
     )  # fmt: skip
     converse(model, options, ChatOptions(sampling, tokens, tuple(stop or ()), system, thinking, not hide_thinking))
+
+
+@app.command()
+def serve(
+    model: ModelOption = None,
+    context: ContextOption = None,
+    host: Annotated[str, typer.Option("--host", help="Where to listen; 0.0.0.0 for every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8080,
+    parallel: Annotated[int, typer.Option("--parallel", min=1, help="Requests at once; each has its -c.")] = 4,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="BYTEFLOOR_API_KEY", help="Without it everybody may ask.")
+    ] = None,
+    alias: Annotated[str | None, typer.Option("--alias", help="What requests call the model.")] = None,
+    cors: Annotated[str, typer.Option("--cors", help="Origins of pages that may ask, by commas; * for all.")] = "",
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a request may take.")] = 600.0,
+    max_body: Annotated[
+        Any, typer.Option("--max-body", parser=parse_size, metavar="N", help="Bytes of a request (16m).")
+    ] = "16m",
+    weights: WeightsOption = "float32",
+    kv: KvOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Answer over HTTP, as OpenAI's API does."""
+    with interrupt.at_once():
+        from bytefloor.server.service import ServerOptions
+        from bytefloor.tools.serve import serve_model
+
+    options, _ = _settings(context, device, weights, kv, n_sequences=parallel)
+    origins = tuple(origin.strip() for origin in cors.split(",") if origin.strip())
+    allowed = ServerOptions(alias, api_key, origins, timeout, max_body)
+    raise typer.Exit(serve_model(model, host, port, options, allowed))
 
 
 @app.command()

@@ -82,12 +82,13 @@ class Engine:
 
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. RequestError when it cannot be served as asked."""
-        self._check(request)
+        self.check(request)
         self._n_requests += 1
         self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
         return self._n_requests
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """RequestError when it cannot be served as asked. Reads only what never changes: any thread may ask."""
         n_prompt = len(request.prompt_ids)
         if n_prompt == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
@@ -105,6 +106,15 @@ class Engine:
         for token in request.prompt_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
+
+    def drop_running(self) -> set[int]:
+        """After a step that raised: forget all that took part, since nobody knows how far it came.
+
+        Their caches go with them. Returns the ids of those that wait, to which nothing has happened.
+        """
+        for sequence in list(self._scheduler.running):
+            self._drop(sequence)
+        return {sequence.request_id for sequence in self._scheduler.waiting}
 
     @property
     def has_work(self) -> bool:

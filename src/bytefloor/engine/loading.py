@@ -72,6 +72,18 @@ class Opened:
     notices: tuple[str, ...]
     kv: str
 
+    @property
+    def detects_loops(self) -> bool:
+        """Whether answers end that only repeat themselves: on for Gemma's instruct models, which fall into loops."""
+        return self.template is not None and self.model.config.family.startswith("gemma")
+
+    def chat_template(self) -> ChatTemplate:
+        """The file's template, or a built-in one for its turn tokens. RequestError where there are none either."""
+        if self.template is not None:
+            return self.template
+        config = self.model.config
+        return ChatTemplate.for_tokenizer(self.tokenizer, config.family, bare_model_turn=config.per_layer_width > 0)
+
 
 def check_kv(kv: str | None) -> None:
     """RequestError for what no cache keeps."""

@@ -34,6 +34,11 @@ class PageUse:
     n_free: int
     n_idle: int
 
+    @property
+    def n_used(self) -> int:
+        """Those of kept prefixes among them."""
+        return self.n_pages - self.n_free
+
 
 @dataclass(frozen=True)
 class Settled(Generic[H]):

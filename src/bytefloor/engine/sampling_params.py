@@ -75,7 +75,7 @@ class SamplingParams:
         for name, (kind, low, high) in _RANGES.items():
             value = getattr(self, name)
             if not (value is None and name in _MAY_BE_NONE):
-                _check_number(name, value, kind, low, high)
+                check_number(name, value, kind, low, high)
         for name in ("temperature_first", "logprobs_after"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r}: expected true or false")
@@ -108,7 +108,8 @@ def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 
-def _check_number(name: str, value: float, kind: type, low: float, high: float) -> None:
+def check_number(name: str, value: float, kind: type, low: float, high: float) -> None:
+    """RequestError unless value is of the kind (``int``, or ``float``, of which int is one) and within the bounds."""
     # NaN compares false with everything, so the chained comparison refuses it.
     if not _is_number(value, kind) or not low <= value <= high:
         word = "an integer" if kind is int else "a number"
@@ -119,8 +120,8 @@ def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias = {bias!r}: expected a mapping from token id to number")
     for token, value in bias.items():
-        _check_number("logit_bias token id", token, int, 0, _COUNT_MAX)
-        _check_number(f"logit_bias[{token}]", value, float, -math.inf, 100)
+        check_number("logit_bias token id", token, int, 0, _COUNT_MAX)
+        check_number(f"logit_bias[{token}]", value, float, -math.inf, 100)
     return dict(bias)
 
 
@@ -133,5 +134,5 @@ def _checked_breakers(breakers: Iterable[Iterable[int]]) -> tuple[tuple[int, ...
         if not sequence:
             raise RequestError("dry_breakers: found an empty sequence, expected at least one token id in each")
         for token in sequence:
-            _check_number("dry_breakers token id", token, int, 0, _COUNT_MAX)
+            check_number("dry_breakers token id", token, int, 0, _COUNT_MAX)
     return sequences

@@ -55,6 +55,11 @@ class ChatPrompt:
         """The same prompt, its reply's thoughts left in the text with their tags."""
         return replace(self, reasoning_tags=None)
 
+    @classmethod
+    def plain(cls, text: str, ids: list[int]) -> ChatPrompt:
+        """A text to go on with as it is: no template, no thoughts."""
+        return cls(text, ids, is_thought_open=False, reasoning_tags=None, keep_special=frozenset())
+
     def splitter(self) -> ReasoningSplitter:
         """A splitter for one reply to this prompt."""
         return ReasoningSplitter(self.reasoning_tags, is_open=self.is_thought_open)

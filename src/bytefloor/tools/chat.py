@@ -12,8 +12,8 @@ from bytefloor.engine.loading import EngineOptions, Opened
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import BytefloorError, RequestError
-from bytefloor.text.chat import ChatTemplate, Message
-from bytefloor.tools.run import Printer, detects_loops
+from bytefloor.text.chat import Message
+from bytefloor.tools.run import Printer
 from bytefloor.tools.session import Answer, as_text, count_tokens, open_with_progress, stream_answer, summary, write
 
 HELP = """\
@@ -52,10 +52,7 @@ class Conversation:
     def __init__(self, opened: Opened, options: ChatOptions) -> None:
         self.opened = opened
         self.options = options
-        config = opened.model.config
-        self.template = opened.template or ChatTemplate.for_tokenizer(
-            opened.tokenizer, config.family, bare_model_turn=config.per_layer_width > 0
-        )
+        self.template = opened.chat_template()
         self.turns: list[Message] = []
         self.n_context = 0
 
@@ -86,7 +83,7 @@ class Conversation:
             max_tokens=count_tokens(self.options.n_tokens),
             sampling=self.options.sampling,
             stops=self.options.stops,
-            detects_loops=detects_loops(self.opened),
+            detects_loops=self.opened.detects_loops,
             shown_ids=prompt.keep_special,
         )
         printer = Printer(self.options.is_thought_shown)

@@ -93,7 +93,7 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
         max_tokens=n_tokens,
         sampling=asked.sampling,
         stops=asked.stops,
-        detects_loops=detects_loops(opened),
+        detects_loops=opened.detects_loops,
         shown_ids=prompt.keep_special,
         grammar=grammar,
     )
@@ -115,17 +115,11 @@ def make_prompt(opened: Opened, text: str, asked: RunOptions) -> ChatPrompt:
         if asked.system is not None or asked.thinking is not None:
             why = "--raw was given" if asked.is_raw else "the model has no chat template"
             raise RequestError(f"--system and --thinking need a chat template, and {why}")
-        ids = opened.tokenizer.encode(text)
-        return ChatPrompt(text, ids, is_thought_open=False, reasoning_tags=None, keep_special=frozenset())
+        return ChatPrompt.plain(text, opened.tokenizer.encode(text))
     messages = [Message("user", text)]
     if asked.system is not None:
         messages.insert(0, Message("system", asked.system))
     return opened.template.prepare(messages, thinking=asked.thinking)
-
-
-def detects_loops(opened: Opened) -> bool:
-    """On for Gemma's instruct models, which can fall into loops."""
-    return opened.template is not None and opened.model.config.family.startswith("gemma")
 
 
 class Printer:

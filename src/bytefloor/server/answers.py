@@ -1,0 +1,216 @@
+"""What OpenAI's clients get for a request: whole, or in chunks that join to the same. Pure."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bytefloor.engine.request import Finish
+from bytefloor.engine.sampler import Sampled
+from bytefloor.server.asked import Asked
+from bytefloor.text.reasoning import Channel
+from bytefloor.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+_FIELDS: dict[Channel, str] = {"content": "content", "reasoning": "reasoning_content"}
+_REASONS = {"stop": "stop", "length": "length", "loop": "length"}
+"""OpenAI knows no word for an answer that was cut because it repeats itself; `finish_detail` says it."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step made known of a choice, named by its place. queue_s: with the finish, how long it had waited."""
+
+    choice: int
+    pieces: Sequence[tuple[Channel, str]]
+    sampled: Sampled | None
+    finish: Finish | None = None
+    queue_s: float = 0.0
+
+
+@dataclass
+class _Record:
+    """A choice so far. n_characters: of the tokens' own text, for `text_offset`."""
+
+    texts: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _FIELDS.values()})
+    logprobs: list[Json] = field(default_factory=list)
+    n_characters: int = 0
+    finish: Finish | None = None
+    queue_s: float = 0.0
+
+
+class Answer:
+    """The objects of one request: `whole` after all events, or `opening`, `chunk` for each event, `closing`."""
+
+    def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._is_chat = asked.kind == "chat"
+        self._tokenizer = tokenizer
+        self._records = [_Record() for _ in asked.choices]
+        name = "chat.completion" if self._is_chat else "text_completion"
+        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": self.id, "object": name, "created": int(time.time()), "model": model}
+
+    def take(self, event: Event) -> Json | None:
+        """Note an event; what it adds to the choice, None for nothing that could be seen."""
+        record = self._records[event.choice]
+        pieces: dict[str, str] = {}
+        for channel, text in event.pieces:
+            pieces[_FIELDS[channel]] = pieces.get(_FIELDS[channel], "") + text
+        for name, text in pieces.items():
+            record.texts[name].append(text)
+        logprobs = self._logprobs(event, record)
+        record.logprobs += logprobs
+        record.finish = event.finish or record.finish
+        record.queue_s = event.queue_s or record.queue_s
+        if not pieces and not logprobs and event.finish is None:
+            return None
+        return {**self._piece(event.choice, pieces, logprobs), **_ending(event.finish)}
+
+    def opening(self) -> list[Json]:
+        """The chunks before any token: in a chat, who speaks."""
+        if not self._is_chat:
+            return []
+        start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [self._chunk({"index": place, **start}) for place in range(len(self._records))]
+
+    def chunk(self, event: Event) -> Json | None:
+        """The event as a chunk. Timings come with the last one, unless usage follows and brings them."""
+        choice = self.take(event)
+        if choice is None:
+            return None
+        is_last = all(record.finish is not None for record in self._records)
+        timings = {"timings": self.timings()} if is_last and not self._asked.includes_usage else {}
+        return {**self._chunk(choice), **timings}
+
+    def closing(self) -> list[Json]:
+        """The chunk with the usage, where it was asked for."""
+        if not self._asked.includes_usage:
+            return []
+        return [{**self._chunk(), "usage": self.usage(), "timings": self.timings()}]
+
+    def whole(self) -> Json:
+        """The answer in one piece."""
+        choices = [self._whole_choice(place, record) for place, record in enumerate(self._records)]
+        return {**self._head, "choices": choices, "usage": self.usage(), "timings": self.timings()}
+
+    def usage(self) -> Json:
+        """Tokens. A prompt counts once, however many answers it got; cached ones are those of its first."""
+        firsts = self._firsts()
+        n_prompt = sum(finish.n_prompt for finish in firsts)
+        n_generated = sum(finish.n_generated for finish in self._finishes())
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_generated,
+            "total_tokens": n_prompt + n_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(finish.n_cached for finish in firsts)},
+        }
+
+    def timings(self) -> Json:
+        """How long it took, in ms. Of several choices: tokens of all, the time of the slowest.
+
+        prompt_n counts computed tokens, cache_n the others.
+        """
+        finishes = self._finishes()
+        if not finishes:
+            return {}
+        prompt_s, decode_s = max(each.prompt_s for each in finishes), max(each.decode_s for each in finishes)
+        n_read = sum(each.n_prompt - each.n_cached for each in finishes)
+        n_generated = sum(each.n_generated for each in finishes)
+        n_later = sum(max(each.n_generated - 1, 0) for each in finishes)
+        return {
+            "queue_ms": round(1e3 * max(record.queue_s for record in self._records), 3),
+            "cache_n": sum(each.n_cached for each in finishes),
+            "prompt_n": n_read,
+            "prompt_ms": round(1e3 * prompt_s, 3),
+            "prompt_per_second": round(n_read / prompt_s, 2) if prompt_s > 0 else 0.0,
+            "predicted_n": n_generated,
+            "predicted_ms": round(1e3 * decode_s, 3),
+            "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 else 0.0,
+            "seed": finishes[0].seed,
+        }
+
+    @property
+    def facts(self) -> Json:
+        """For the log."""
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        reasons = ",".join(finish.reason for finish in self._finishes())
+        counts = {"prompt": usage["prompt_tokens"], "cached": cached, "generated": usage["completion_tokens"]}
+        return {"answer": self.id, **counts, "finish": reasons, **self.timings()}
+
+    def _finishes(self) -> list[Finish]:
+        return [record.finish for record in self._records if record.finish is not None]
+
+    def _firsts(self) -> list[Finish]:
+        """Of each prompt the first choice's."""
+        found: dict[int, Finish] = {}
+        for choice, record in zip(self._asked.choices, self._records, strict=True):
+            if record.finish is not None:
+                found.setdefault(choice.prompt, record.finish)
+        return list(found.values())
+
+    def _chunk(self, choice: Json | None = None) -> Json:
+        head = {**self._head, "object": "chat.completion.chunk"} if self._is_chat else self._head
+        usage = {"usage": None} if self._asked.includes_usage else {}
+        return {**head, "choices": [] if choice is None else [choice], **usage}
+
+    def _piece(self, place: int, pieces: dict[str, str], logprobs: list[Json]) -> Json:
+        shown = self._shown(logprobs) if logprobs else None
+        if self._is_chat:
+            return {"index": place, "delta": pieces, "logprobs": shown}
+        return {"index": place, "text": pieces.get("content", ""), "logprobs": shown}
+
+    def _whole_choice(self, place: int, record: _Record) -> Json:
+        texts = {name: "".join(parts) for name, parts in record.texts.items()}
+        logprobs = self._shown(record.logprobs) if self._asked.has_logprobs else None
+        ending = {"logprobs": logprobs, **_ending(record.finish)}
+        if not self._is_chat:
+            return {"index": place, "text": texts["content"], **ending}
+        message: Json = {"role": "assistant", "content": texts["content"], "refusal": None}
+        if texts["reasoning_content"]:
+            message["reasoning_content"] = texts["reasoning_content"]
+        return {"index": place, "message": message, **ending}
+
+    def _logprobs(self, event: Event, record: _Record) -> list[Json]:
+        """An entry for the token, but for the one that ended the turn: it is no part of the answer."""
+        sampled = event.sampled
+        is_end = event.finish is not None and sampled is not None and sampled.id in self._tokenizer.end_ids
+        if sampled is None or is_end or not self._asked.has_logprobs:
+            return []
+        entry = self._entry(sampled.id, sampled.logprob)
+        entry["top_logprobs"] = [self._entry(id, logprob) for id, logprob in sampled.top]
+        entry["text_offset"] = record.n_characters
+        record.n_characters += len(entry["token"])
+        return [entry]
+
+    def _entry(self, id: int, logprob: float) -> Json:
+        # A padded table has rows that are nobody's text; they are never sampled, but may be among the best.
+        data = self._tokenizer.token_bytes(id) if id < self._tokenizer.n_tokens else b""
+        return {"token": data.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    def _shown(self, entries: list[Json]) -> Json:
+        if self._is_chat:
+            return {"content": [{k: v for k, v in entry.items() if k != "text_offset"} for entry in entries]}
+        return {
+            "tokens": [_name(entry) for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [{_name(top): top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+            "text_offset": [entry["text_offset"] for entry in entries],
+        }
+
+
+def _name(entry: Json) -> str:
+    """The token's text; where its bytes are none, their codes, as OpenAI names them: names must differ."""
+    data = bytes(entry["bytes"])
+    is_text = data == entry["token"].encode()
+    return entry["token"] if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _ending(finish: Finish | None) -> Json:
+    if finish is None:
+        return {"finish_reason": None}
+    return {"finish_reason": _REASONS[finish.reason], "finish_detail": finish.detail}

@@ -1,0 +1,244 @@
+"""The application: which path does what. `create_app` is all that a server or a test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from bytefloor import __version__
+from bytefloor.engine.sampling_params import SamplingParams
+from bytefloor.server import bodies
+from bytefloor.server.answers import Answer
+from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
+from bytefloor.server.event_stream import COMMENT, DONE, EventStream, event, unless_gone
+from bytefloor.server.generation import Generation
+from bytefloor.server.guard import Guard, read_body, refused
+from bytefloor.server.refusal import Refusal
+from bytefloor.server.sampling import SAMPLING_NAMES
+from bytefloor.server.service import Service
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def create_app(service: Service) -> Starlette:
+    """The server as an ASGI application; its lifespan starts and stops the worker."""
+    endpoints = Endpoints(service)
+    routes = endpoints.routes()
+    paths = frozenset(route.path for route in routes)
+    middleware = [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=service.options.cors,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        ),
+        Middleware(Guard, service.metrics, service.options.api_key, lambda: service.closed, paths),
+    ]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        await service.worker.stop()
+
+    def refuse_path(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        found = {404: "no such path here", 405: "the path does not know this method"}
+        return refused(Refusal(error.status_code, found.get(error.status_code, error.detail)), error.headers)
+
+    def refuse(_: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        return refused(error)
+
+    return Starlette(
+        routes=routes,
+        middleware=middleware if service.options.cors else middleware[1:],
+        exception_handlers={HTTPException: refuse_path, Refusal: refuse},
+        lifespan=lifespan,
+    )
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class Endpoints:
+    """One method a path."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._served = service.served
+        self._began = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """Where everything is."""
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/apply-template", self.apply_template, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/props", self.props, methods=["GET"]),
+        ]
+
+    # Text -------------------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """Messages to a reply."""
+        body = await self._body(request, bodies.ChatBody)
+        # Templates and tokenizers take their time over long prompts, which other clients' streams need not wait for.
+        return await self._respond(request, await asyncio.to_thread(ask_chat, body, self._served))
+
+    async def complete(self, request: Request) -> ASGIApp:
+        """Texts or token ids to what follows them."""
+        body = await self._body(request, bodies.CompletionBody)
+        return await self._respond(request, await asyncio.to_thread(ask_completion, body, self._served))
+
+    async def _body(self, request: Request, kind: type[bodies.B]) -> bodies.B:
+        try:
+            data = await read_body(request, self._service.options.max_body_bytes)
+        except ClientDisconnect:
+            raise Refusal(499, "the body did not come to its end", code="client_disconnected") from None
+        return bodies.decode(data, kind)
+
+    async def _respond(self, request: Request, asked: Asked) -> ASGIApp:
+        options, worker = self._service.options, self._service.worker
+        if worker.n_open + len(asked.choices) > options.max_open:
+            raise Refusal(429, f"{worker.n_open} requests are open, the most there may be", code="too_many_requests")
+        answer = Answer(asked, self._served.name, self._served.tokenizer)
+        generation = Generation(worker, asked.choices, options.timeout_s)
+        try:
+            await generation.start()
+            if not asked.is_streamed:
+                return await self._whole(request, generation, answer)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(self._stream(request, generation, answer), generation.close)
+
+    async def _whole(self, request: Request, generation: Generation, answer: Answer) -> ASGIApp:
+        async def collect() -> bool:
+            async for found in generation.events(self._service.options.timeout_s):
+                if found is not None:
+                    answer.take(found)
+            return True
+
+        is_complete = await unless_gone(request.receive, collect())
+        request.state.facts.update(answer.facts)
+        generation.close()
+        if not is_complete:
+            request.state.facts["gone"] = True
+            return refused(Refusal(499, "the client has gone", code="client_disconnected"))
+        return _json(answer.whole())
+
+    async def _stream(self, request: Request, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+        facts = request.state.facts
+        try:
+            opening = answer.opening()
+            if opening:
+                yield b"".join(event(chunk) for chunk in opening)
+            async for found in generation.events(self._service.options.keep_alive_s):
+                chunk = None if found is None else answer.chunk(found)
+                if found is None:
+                    yield COMMENT
+                elif chunk is not None:
+                    yield event(chunk)
+            yield b"".join(event(chunk) for chunk in answer.closing()) + DONE
+        except Refusal as refusal:
+            self._service.metrics.failed(refusal.status)
+            facts["error"] = refusal.message
+            yield event(refusal.body)
+        except (asyncio.CancelledError, GeneratorExit):
+            facts["gone"] = True
+            raise
+        finally:
+            facts.update(answer.facts)
+
+    # Around it --------------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        """Text to ids; with_pieces: each with its text. add_special: what the model wants before a text."""
+        body = await self._body(request, bodies.TokenizeBody)
+        tokenizer = self._served.tokenizer
+        wants_bos = None if body.add_special else False
+        ids = await asyncio.to_thread(
+            tokenizer.encode, body.content, parse_special=body.parse_special, add_bos=wants_bos
+        )
+        if body.with_pieces:
+            return _json({"tokens": [{"id": id, "piece": tokenizer.token_text(id)} for id in ids]})
+        return _json({"tokens": ids})
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        """Ids to text, control tokens as they are written."""
+        body = await self._body(request, bodies.DetokenizeBody)
+        self._served.check_ids(body.tokens, "tokens")
+        return _json({"content": self._served.tokenizer.decode(body.tokens, keep_special=True)})
+
+    async def apply_template(self, request: Request) -> ASGIApp:
+        """Messages to the prompt as text. To read: encoding it again is not safe, /v1/chat/completions does not."""
+        body = await self._body(request, bodies.TemplateBody)
+        self._served.check_name(body.model)
+        adds = body.add_generation_prompt is not False
+        prompt = await asyncio.to_thread(chat_prompt, body, self._served, adds)
+        return _json({"prompt": prompt.text, "n_tokens": len(prompt.ids)})
+
+    async def models(self, _: Request) -> ASGIApp:
+        """The one there is."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> ASGIApp:
+        """The one there is, by name."""
+        self._served.check_name(request.path_params["name"])
+        return _json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        head = {"id": self._served.name, "object": "model", "created": self._began, "owned_by": "bytefloor"}
+        return {**head, "context_length": self._served.facts["context"]}
+
+    async def health(self, _: Request) -> ASGIApp:
+        """200 while requests are taken."""
+        reason = self._service.closed
+        if reason is None:
+            return _json({"status": "ok"})
+        return _json({"status": "unavailable", **Refusal(503, reason, code="unavailable").body}, 503)
+
+    async def metrics(self, _: Request) -> ASGIApp:
+        """For Prometheus."""
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def props(self, _: Request) -> ASGIApp:
+        """What is served and how."""
+        defaults, load, options = SamplingParams(), self._service.worker.load, self._service.options
+        return _json(
+            {
+                "model": self._served.name,
+                **self._served.facts,
+                "version": __version__,
+                "defaults": {name: getattr(defaults, name) for name in SAMPLING_NAMES},
+                "timeout_s": options.timeout_s,
+                "max_body_bytes": options.max_body_bytes,
+                "load": {
+                    "waiting": load.n_waiting,
+                    "running": load.n_running,
+                    "pages": {kind: {"used": use.n_used, "all": use.n_pages} for kind, use in load.pages.items()},
+                },
+            }
+        )

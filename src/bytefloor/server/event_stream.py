@@ -1,0 +1,70 @@
+"""Server-sent events, and answers that nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": still here\n\n"
+"""Keeps proxies from dropping a quiet connection; clients skip it."""
+
+
+def event(value: Any) -> bytes:
+    """A value as an event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of work; None, with the work cancelled, when the client goes first.
+
+    receive: of a request whose body has been read.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream:
+    """A response of parts, sent as they come, until they end or the client goes; then close is called."""
+
+    def __init__(self, parts: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
+        self._parts = parts
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        try:
+            await unless_gone(receive, self._send(send))
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with aclosing(self._parts) as parts:
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,36 @@
+"""``serve``: the model behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from bytefloor.engine.loading import EngineOptions
+from bytefloor.server.log import log_to_stderr
+from bytefloor.server.process import bind, serve
+from bytefloor.server.service import ServerOptions, Service
+from bytefloor.tools.session import open_with_progress
+
+
+def serve_model(model: str | None, host: str, port: int, options: EngineOptions, allowed: ServerOptions) -> int:
+    """Serve until told to stop; the exit status. The address is taken before the model is loaded."""
+    bound = bind(host, port)
+    opened = open_with_progress(model, options)
+    service = Service(opened, allowed)
+    port = bound.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    print(summary(service, f"http://{shown}:{port}"), file=sys.stderr, flush=True)
+    log_to_stderr()
+    return asyncio.run(serve(service, bound))
+
+
+def summary(service: Service, address: str) -> str:
+    """What is served, where and to whom."""
+    facts, allowed = service.served.facts, service.options
+    chat = "" if service.served.template else "\nnote: no chat template: only /v1/completions answers"
+    key = "with a key" if allowed.api_key else "without a key"
+    return (
+        f"{service.served.name} ({facts['family']}) on {facts['device']}: "
+        f"{facts['n_sequences']} at once, {facts['context']} positions each, cache {facts['kv']}{chat}\n"
+        f"{address}/v1, {key}; Ctrl-C stops it"
+    )
