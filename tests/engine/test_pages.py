@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
-from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.cache import CachePlan, SequenceCache
 from bytefloor.engine.engine import Engine
+from bytefloor.engine.pages import Pages
 from bytefloor.engine.prefix import STRETCH, common_length
 from bytefloor.engine.request import Delta, Request
 from bytefloor.engine.sampling_params import SamplingParams
+from bytefloor.engine.scheduler import Scheduler
 from device_sampling import Numbers
 from token_pages import KINDS, N_ROWS, N_TOKENS, TokenPages, answer_of
 
@@ -116,6 +118,45 @@ def test_the_youngest_keeps_its_pages_while_nobody_older_needs_them() -> None:
     assert sat_out > 0
     assert engine.load.n_preempted == 0
     assert engine.executor.n_rows == 23 + 8 + 12 + 9
+
+
+@dataclass(eq=False)
+class Holding:
+    cache: SequenceCache
+    n_pending: int
+
+
+def test_a_decoding_row_that_was_settled_gives_its_pages_to_an_older_prompt() -> None:
+    """Rows and copies of the step are then those of the older one alone."""
+    plan = CachePlan(CAPACITY, 16, 2, page_size=4, positions=CAPACITY)
+    pages, scheduler = Pages(plan, KINDS), Scheduler[Holding](2, 16)
+    old, young = (Holding(SequenceCache(plan, KINDS, pages.pools), n) for n in (12, 1))
+    pages.reserve(young.cache, 13)
+    young.cache.commit(13)
+    twin = young.cache.fork()
+    pages.reserve(old.cache, 9)
+    old.cache.commit(9)
+    for one in (old, young):
+        scheduler.add(one)
+    scheduler.admit(lambda one: True)
+    settled = pages.settle([(young, 1), (old, 12)], scheduler)
+    assert (settled.rows, settled.copies, settled.lacking) == ([(old, 12)], [], [])
+    assert list(scheduler.waiting) == [young]
+    twin.free()
+    old.cache.free()
+    assert all(use.n_free == use.n_pages for use in pages.use().values())
+
+
+def test_alone_a_prompt_begins_even_where_its_own_prefix_holds_all_pages() -> None:
+    """Its last page is the prefix's too and would have to be copied; the prefix goes instead."""
+    engine = make()
+    first = ask(38, 1)
+    list(engine.generate(first))
+    second = replace(first, prompt_ids=(*first.prompt_ids, 9))
+    engine.add(second)
+    deltas = engine.step()
+    assert ids_of(deltas) == answer_of(second, CAPACITY)
+    assert deltas[-1].finish.n_cached == 38
 
 
 @pytest.mark.parametrize("loops", [False, True])
