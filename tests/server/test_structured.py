@@ -15,12 +15,8 @@ from server.live import Live
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "n": {"type": "integer", "minimum": 0, "maximum": 99},
-        "kind": {"enum": ["a", "b"]},
-    },
-    "required": ["name", "n", "kind"],
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "k": {"enum": ["a", "b"]}},
+    "required": ["n", "k"],
     "additionalProperties": False,
 }
 ASKED = [{"role": "user", "content": "answer"}]
@@ -32,12 +28,13 @@ def json_schema(schema: Any) -> dict[str, Any]:
 
 def ask(server: Live, **more: Any) -> Any:
     return server.openai.chat.completions.create(
-        **{"model": "tiny", "messages": ASKED, "max_tokens": 100, "temperature": 0.8, "seed": 3, **more}
+        **{"model": "tiny", "messages": ASKED, "max_tokens": 100, "temperature": 2, "seed": 3, **more}
     )
 
 
 def test_answers_of_a_schema_are_valid_streamed_or_not(server: Live) -> None:
-    for seed in range(4):
+    reasons = set()
+    for seed in range(8):
         choice = ask(server, seed=seed, response_format=json_schema(SCHEMA)).choices[0]
         pieces = [
             chunk.choices[0]
@@ -46,9 +43,10 @@ def test_answers_of_a_schema_are_valid_streamed_or_not(server: Live) -> None:
         ]
         assert "".join(piece.delta.content or "" for piece in pieces) == choice.message.content
         assert pieces[-1].finish_reason == choice.finish_reason
+        reasons.add(choice.finish_reason)
         if choice.finish_reason == "stop":
             jsonschema.validate(json.loads(choice.message.content), SCHEMA)
-    assert choice.finish_reason == "stop"
+    assert "stop" in reasons
 
 
 def test_a_regex_holds_for_each_of_several_at_once(server: Live) -> None:

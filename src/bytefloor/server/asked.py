@@ -141,7 +141,7 @@ def _request(
         stops=_stops(body.stop),
         detects_loops=served.detects_loops,
         shown_ids=prompt.keep_special,
-        grammar=grammar_of(body, prompt, served.tokenizer),
+        grammar=grammar_of(body, prompt, served.grammars),
     )
     try:
         served.engine.check(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from bytefloor.errors import RequestError
@@ -17,7 +17,7 @@ MOST_KEPT = 64
 """Compiled grammars: an application asks for the same few again and again."""
 
 
-def grammar_of(body: GenerationFields, prompt: ChatPrompt, tokenizer: Tokenizer) -> Grammar | None:
+def grammar_of(body: GenerationFields, prompt: ChatPrompt, grammars: Grammars) -> Grammar | None:
     """What the answer has to be, from response_format, grammar or regex; behind a thought where the prompt lets one be.
 
     Refusal 400 with the field's name, and the path inside a schema, for what cannot be held to.
@@ -33,15 +33,17 @@ def grammar_of(body: GenerationFields, prompt: ChatPrompt, tokenizer: Tokenizer)
         return None
     kind, source, at = found
     try:
-        grammar = _compiled(tokenizer, kind, json.dumps(source, sort_keys=False) if kind == "json_schema" else source)
+        grammar = grammars.compile(kind, json.dumps(source) if kind == "json_schema" else source)
         return grammar.behind(prompt.reasoning_tags, is_open=prompt.is_thought_open)
     except RequestError as error:
         raise bad_field(at, f"{at}: {error}") from None
 
 
-@lru_cache(maxsize=MOST_KEPT)
-def _compiled(tokenizer: Tokenizer, kind: GrammarKind, source: str | None) -> Grammar:
-    return compile_grammar(tokenizer, kind, source)
+class Grammars:
+    """Those that were compiled last, for one tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.compile = lru_cache(maxsize=MOST_KEPT)(partial(compile_grammar, tokenizer))
 
 
 def _wanted(name: str, value: Any) -> tuple[GrammarKind, Any, str] | None:
