@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ def read(chat: ChatTemplate, calls: list[ToolCall]) -> Reply:
 
 # Keys are names, as in any schema that a tool has. Gemma 4 has no escape for its quotation token.
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda text: '<|"|>' not in text)
+# Qwen's tokenizer composes characters.
+TEXTS = (
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    .map(lambda text: unicodedata.normalize("NFC", text))
+    .filter(lambda text: '<|"|>' not in text)
+)
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,

@@ -44,7 +44,9 @@ class StopMatcher:
 
 def n_begun(text: str, wanted: str) -> int:
     """Length of the longest end of `text` that `wanted` begins with."""
-    for length in range(min(len(text), len(wanted) - 1), 0, -1):
-        if wanted.startswith(text[-length:]):
-            return length
+    at = text.find(wanted[:1], max(0, len(text) - len(wanted) + 1))
+    while at >= 0:
+        if wanted.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(wanted[0], at + 1)
     return 0
