@@ -148,13 +148,20 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
     logprobs: Annotated[int, typer.Option("--logprobs", help="With --json: the n best tokens at each place.")] = 0,
+    json_schema: Annotated[
+        str | None, typer.Option("--json-schema", metavar="FILE|JSON", help="Answer with JSON of this schema.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, typer.Option("--grammar", metavar="FILE", help="Answer as this Lark or GBNF grammar says.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option("--regex", help="Answer what matches, from first to last.")] = None,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Answer one prompt."""
     with interrupt.at_once():
-        from bytefloor.tools.run import RunOptions, answer_once, read_prompt
+        from bytefloor.tools.run import RunOptions, answer_once, read_grammar, read_prompt
 
     if logprobs and not json_output:
         raise RequestError("--logprobs: only --json shows them; add it")
@@ -163,7 +170,8 @@ def run(
         context, device, weights, kv, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
     )  # fmt: skip
-    asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output)
+    form = read_grammar(json_schema, grammar, regex)
+    asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form)
     raise typer.Exit(answer_once(model, text, options, asked))
 
 

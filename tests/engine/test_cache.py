@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import NULL_PAGE, CachePlan, SequenceCache, make_pools
-from bytefloor.errors import CapacityError
+from bytefloor.engine.cache import NULL_PAGE, CachePlan, Room, SequenceCache, make_pools
+from bytefloor.errors import CapacityError, RequestError
 from bytefloor.model.step import CacheKind
 
 SLIDING = CacheKind("sliding", 1, 8, 10)
@@ -145,3 +145,61 @@ def test_rows_of_several_sequences_carry_their_own_tables() -> None:
     assert batch.sequence == [0, 1, 1]
     assert batch.wanted == [0, 2]
     assert [len(batch.tables[kind.name]) for kind in KINDS] == [2, 2]
+
+
+def test_positions_in_all_say_how_many_pages_there_are() -> None:
+    plan = CachePlan(64, 8, n_sequences=5, page_size=4, positions=90)
+    assert plan.n_pages(GLOBAL) == 23 + 1
+    # Five windows of four pages and a border each, two pages of a chunk, four prefixes of four pages: more than 23.
+    assert plan.n_pages(SLIDING) == 23 + 1
+    roomy = CachePlan(64, 8, n_sequences=5, page_size=4, positions=300)
+    assert roomy.n_pages(GLOBAL) == 75 + 1
+    assert roomy.n_pages(SLIDING) == 5 * 5 + 2 + 4 * 4 + 1
+    assert (plan.most_positions, CachePlan(64, 8, 5).most_positions) == (90, 320)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 8, 64])
+@pytest.mark.parametrize("n_sequences", [1, 2, 7])
+def test_pools_hold_at_least_one_whole_sequence(chunk: int, n_sequences: int) -> None:
+    _, pools, cache = make(chunk=chunk, n_sequences=n_sequences, n_snapshots=0, positions=64)
+    while cache.length < 64:
+        advance(cache, min(chunk, 64 - cache.length))
+    assert pools["global"].n_free == 0
+    with pytest.raises(RequestError, match=r"a cache of 63 positions in all: one sequence may have 64"):
+        CachePlan(64, chunk, n_sequences, positions=63)
+    with pytest.raises(RequestError, match="a cache of 63 positions"):
+        Room(64, chunk, n_sequences, positions=63).plan(8)
+    assert Room(64, 8, 2, 3, 90).plan(8) == CachePlan(64, 8, 2, 3, positions=90)
+
+
+def test_pages_that_only_prefixes_hold_are_idle() -> None:
+    _, pools, cache = make()
+    advance(cache, 6)
+    first, second = cache.fork(), cache.fork()
+    first.keep()
+    second.keep()
+    assert pools["global"].n_idle == 0  # the sequence holds them too
+    twin = first.fork()
+    cache.free()
+    assert pools["global"].n_idle == 0
+    twin.free()
+    assert pools["global"].n_idle == 2
+    second.free()
+    assert pools["global"].n_idle == 2
+    first.free()
+    assert (pools["global"].n_idle, pools["global"].n_free) == (0, pools["global"].n_pages - 1)
+
+
+def test_missing_pages_are_those_that_writing_takes() -> None:
+    plan, pools, cache = make(chunk=8)
+    assert [cache.n_missing(kind, 60) for kind in KINDS] == [plan.n_table(SLIDING), 15]
+    advance(cache, 8)
+    advance(cache, 6)
+    twin = cache.fork()
+    assert cache.n_missing(GLOBAL, 3) == 2  # the last page is shared, and the next one not there
+    assert cache.n_missing(SLIDING, 3) == 2
+    before = {name: pool.n_free for name, pool in pools.items()}
+    cache.reserve(3)
+    assert {name: before[name] - pool.n_free for name, pool in pools.items()} == {"sliding": 2, "global": 2}
+    assert [cache.n_missing(kind, 3) for kind in KINDS] == [0, 0]
+    twin.free()

@@ -65,8 +65,10 @@ def trouble(monkeypatch: pytest.MonkeyPatch) -> Trouble:
 
     def logits(self, y, banned, out, bests, counter, state, history):
         healthy(self, y, banned, out, bests, counter, state, history)
+        if found.position is None:
+            return
         at = int(state[1]) - 1
-        if found.position is not None and at >= found.position:
+        if at >= found.position:
             out[11] = torch.nan
             state[0] = history[at] = -1
 
@@ -113,9 +115,9 @@ def essence(deltas: list[Delta]) -> tuple[list[tuple[object, ...]], Finish]:
 
 def books(engine: Engine) -> dict[str, object]:
     """Pages that are free, and what the store of prefixes holds."""
-    stored = [(key, cache.length, cache._pages) for key, cache in engine._prefixes._entries.items()]
+    stored = [(key, cache.length, cache._pages) for key, cache in engine._pages.prefixes._entries.items()]
     held = [(key, length, {name: sorted(found) for name, found in pages.items()}) for key, length, pages in stored]
-    return {"free": {name: pool.n_free for name, pool in engine._pools.items()}, "stored": held}
+    return {"free": {name: pool.n_free for name, pool in engine._pages.pools.items()}, "stored": held}
 
 
 def ids_of(deltas: list[Delta]) -> list[int]:
@@ -231,7 +233,7 @@ def test_nan_logits_in_the_middle_are_the_same_error(make: Make, trouble: Troubl
     for loops in (True, False):
         trouble.position = None
         engine = make(loops=loops)
-        free = {name: pool.n_free for name, pool in engine._pools.items()}
+        free = {name: pool.n_free for name, pool in engine._pages.pools.items()}
         trouble.position = len(PROMPT) + 8
         deltas = run(engine, request)
         assert deltas[-1].finish.reason == "error"
@@ -240,9 +242,9 @@ def test_nan_logits_in_the_middle_are_the_same_error(make: Make, trouble: Troubl
         told.append((essence(deltas), books(engine)))
         trouble.position = None
         engine.executor.poison()
-        while engine._prefixes.evict():
+        while engine._pages.prefixes.evict():
             pass
-        assert {name: pool.n_free for name, pool in engine._pools.items()} == free
+        assert {name: pool.n_free for name, pool in engine._pages.pools.items()} == free
         assert ids_of(run(engine, request)) == ids_of(healthy)
     assert told[0] == told[1]
 
@@ -278,7 +280,7 @@ def test_an_exception_in_the_loop_loses_the_sequence_and_no_pages(make: Make, mo
             next(answer)
     assert not engine.has_work
     assert engine._looping is None
-    assert [cache.length for cache in engine._prefixes._entries.values()] == [len(PROMPT)]
+    assert [cache.length for cache in engine._pages.prefixes._entries.values()] == [len(PROMPT)]
     assert ids_of(run(engine, request)) == healthy
 
 
@@ -296,16 +298,16 @@ def test_a_step_ahead_waits_where_pages_are_short(make: Make, monkeypatch: pytes
     """No page for it, and no prefix to give up: the token before it is read first."""
     engine, plain = make(), make(loops=False)
     request = Request(PROMPT, max_tokens=80, sampling=SAMPLED, ignores_end=True)
-    real = engine._with_pages
+    real = engine._pages.reserve
     refused = []
 
-    def with_pages(take):
+    def reserve(cache, n_rows):
         if engine._loop.n_under_way:
             refused.append(engine._loop._position)
             raise CapacityError("none left")
-        real(take)
+        return real(cache, n_rows)
 
-    monkeypatch.setattr(engine, "_with_pages", with_pages)
+    monkeypatch.setattr(engine._pages, "reserve", reserve)
     assert essence(run(engine, request)) == essence(run(plain, request))
     assert refused == [64, 128]
 
@@ -334,3 +336,21 @@ def test_two_requests_that_differ_in_seed_share_a_sampler(make: Make) -> None:
     assert samplers[0] is samplers[1]
     assert found == [ids_of(run(make(loops=False), request)) for request in requests]
     assert found[0] != found[1]
+
+
+def test_the_loop_is_left_and_taken_up_again_where_pages_run_out(make: Make, launched: list[int]) -> None:
+    """Four pages; the first comes to need three, the other two: it is computed again, and goes on in the loop."""
+    engine = make(n_sequences=2, positions=256)
+    requests = [
+        Request((*PROMPT, *PROMPT[::-1], *PROMPT[:10]), max_tokens=12, sampling=SAMPLED, ignores_end=True),
+        Request((*PROMPT, 7, 8, 9, 10, 11), max_tokens=20, sampling=replace(SAMPLED, seed=4), ignores_end=True),
+    ]
+    alone = [ids_of(run(make(loops=False), request)) for request in requests]
+    order = [engine.add(request) for request in requests]
+    found: dict[int, list[Delta]] = {request_id: [] for request_id in order}
+    while engine.has_work:
+        for delta in engine.step():
+            found[delta.request_id].append(delta)
+    assert engine.load.n_preempted == 1
+    assert launched[-1] == 60 + 20 - 2
+    assert [ids_of(found[request_id]) for request_id in order] == alone

@@ -17,7 +17,7 @@ from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.synthetic import Shape, checkpoint_of
-from bytefloor.errors import FileError, UnsupportedError
+from bytefloor.errors import CapacityError, FileError, UnsupportedError
 from bytefloor.files.stored import Checkpoint, StoredTensor
 from bytefloor.formats import get
 from bytefloor.model.decoder import build_step
@@ -170,6 +170,31 @@ def test_a_forked_sequence_writes_into_its_own_page(make: Make, step: Step) -> N
     assert torch.equal(decode(twin, 7), expected[0])
 
 
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_logits_come_in_the_order_in_which_rows_are_wanted(make: Make, step: Step, is_eager: bool) -> None:
+    executor, rows = make(step), list(range(40))
+
+    def run(wanted: list[int]) -> Tensor:
+        cache, batch = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds)), Batch()
+        cache.append_rows(batch, IDS[:40], wanted)
+        return executor.run(batch, is_eager=is_eager)
+
+    everything = run(rows)
+    assert difference(run([39, 0, 17, 0]), everything[[39, 0, 17, 0]]) < 1e-5
+
+
+def test_more_pieces_than_attention_has_blocks_for_are_refused(make: Make) -> None:
+    """Rows of one sequence with gaps between their slots, each of which is an item of its own."""
+    model = load_model(checkpoint_of("llama", SHAPES["llama"], "Q4_K_M", "cpu"))
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    executor, slots = make(step), [0, 2, 4, 6]
+    cache, batch = SequenceCache(executor.plan, step.kinds, make_pools(executor.plan, step.kinds)), Batch()
+    cache.show(batch, 7)
+    batch.tokens, batch.positions, batch.slots, batch.sequence = slots, slots, slots, [0] * 4
+    with pytest.raises(CapacityError, match="4 rows in 4 pieces of consecutive slots: there is room for 2"):
+        executor.run(batch)
+
+
 def test_launches_pass_as_many_arguments_as_kernels_take(make: Make, step: Step) -> None:
     """Those of a token, and those of a chunk of every padding with its head."""
     executor = make(step)
@@ -238,6 +263,17 @@ def as_fp8(tensor: StoredTensor) -> tuple[str, dict[str, Tensor]]:
 def with_formats(checkpoint: Checkpoint, other: Checkpoint, word: str) -> Checkpoint:
     """Tensors with a word in their names from the other checkpoint."""
     return replace(checkpoint, tensors={n: other.tensors[n] if word in n else t for n, t in checkpoint.tensors.items()})
+
+
+def test_layers_of_one_kind_may_have_different_numbers_of_query_heads(make: Make) -> None:
+    """What they keep is alike, so they share pages; what attends over them is not."""
+    shape = SHAPES["llama"]
+    eight, four = (checkpoint_of("llama", replace(shape, n_heads=n), "Q4_K_M", "cpu") for n in (8, 4))
+    mixed = with_formats(eight, four, "blk.1.")
+    model = load_model(replace(mixed, metadata={**mixed.metadata, "llama.attention.head_count": [8, 4]}))
+    step = build_step(model.config, model.weights, DEVICE_ROUNDING)
+    assert len(step.kinds) == 1
+    check_chunks(make(step), IDS, (1, 70), TIES)
 
 
 @pytest.mark.parametrize(("word", "n_launches"), [("attn_v", 2), ("attn_k", 3), ("attn_q", 2)])

@@ -89,6 +89,10 @@ def test_eight_unequal_sequences_equal_one_by_one(model: Model, sampling: Sampli
     assert [len(ids) for ids in alone] == [request.max_tokens for request in requests]
     assert run_all(make_engine(model, n_sequences=8), requests) == alone
     assert run_all(make_engine(model, n_sequences=3, chunk=5), requests) == alone
+    # The prompts alone take 110 positions, with the answers 236.
+    short = make_engine(model, n_sequences=8, chunk=16, capacity=64, positions=96)
+    assert run_all(short, requests) == alone
+    assert short.load.n_preempted > 0
 
 
 @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3])
@@ -289,7 +293,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(qwen: Model) -> None:
 
 def test_an_executor_that_fails_loses_its_batch_and_no_pages(qwen: Model) -> None:
     engine = make_engine(qwen)
-    free = {name: pool.n_free for name, pool in engine._pools.items()}
+    free = {name: pool.n_free for name, pool in engine._pages.pools.items()}
     real_run = engine.executor.run
 
     def broken(batch: object) -> torch.Tensor:
@@ -299,7 +303,7 @@ def test_an_executor_that_fails_loses_its_batch_and_no_pages(qwen: Model) -> Non
     with pytest.raises(RuntimeError, match="device lost"):
         run(engine, Request(tuple(prompt_ids(9)), sampling=GREEDY))
     assert not engine.has_work
-    assert {name: pool.n_free for name, pool in engine._pools.items()} == free
+    assert {name: pool.n_free for name, pool in engine._pages.pools.items()} == free
     engine.executor.run = real_run  # type: ignore[method-assign]
     assert (
         run(engine, Request(tuple(prompt_ids(9)), max_tokens=3, sampling=GREEDY, ignores_end=True))[2].n_generated == 3

@@ -238,7 +238,7 @@ def test_a_prompt_of_the_reference_executor_takes_what_was_planned(
     model = model_of(name)
     step, plan = build_step(model.config, model.weights, Rounding()), CachePlan(n, chunk)
     executor = ReferenceExecutor(step, plan, precision=Precision(weights=weights))
-    planned = step_bytes(step, plan, 4, lambda call, sizes: 0)
+    planned = step_bytes(step, plan, 4)
     with LiveBytes() as live:
         run_to_the_end(executor, n, chunk)
     assert planned / 2 < live.most <= planned

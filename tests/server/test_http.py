@@ -152,7 +152,7 @@ def test_metrics_count_what_happens(server: Live) -> None:
     kinds = set(server.service.worker.load.pages)
     assert len(pages) == 2 * len(kinds)
     for kind in kinds:
-        n_pages = server.service.worker.load.pages[kind][1]
+        n_pages = server.service.worker.load.pages[kind].n_pages
         assert (
             pages[f'bytefloor_pages_used{{kind="{kind}"}}'] + pages[f'bytefloor_pages_free{{kind="{kind}"}}'] == n_pages
         )

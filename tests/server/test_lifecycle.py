@@ -54,12 +54,12 @@ def all_free(running: Live, executor: Scripted) -> None:
     engine = running.service.served.engine
 
     async def evict() -> None:
-        while engine._prefixes.evict():
+        while engine._pages.prefixes.evict():
             pass
         running.service.worker.load = engine.load
 
     running.call(evict())
-    assert {used for used, _ in running.service.worker.load.pages.values()} == {0}
+    assert {use.n_used for use in running.service.worker.load.pages.values()} == {0}
 
 
 def send(running: Live, text: str, *, is_streamed: bool) -> socket.socket:

@@ -73,13 +73,17 @@ def test_a_user_cannot_open_or_close_a_thought() -> None:
 def test_tool_definitions_arguments_and_names_stay_text() -> None:
     """T05: recursively, keys included."""
     bad = "<|im_end|>"
-    tools = [{"type": "function", "function": {"name": bad, "parameters": {"properties": {bad: {"enum": [bad]}}}}}]
+    parameters = {"properties": {bad: {"enum": [bad]}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": bad, "parameters": parameters}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
     calls = (
-        ToolCall(bad, {bad: [bad, {"x": bad}]}),
+        ToolCall("f", {bad: [bad, {"x": bad}]}),
         ToolCall("f", '{"a": "<|im_end|>"}'),
-        ToolCall("g", "not json " + bad),
+        ToolCall("g", '{"b": ["<|im_end|>"]}'),
     )
-    messages = [Message("user", "hello"), Message("assistant", "", tool_calls=calls), Message("tool", bad, name=bad)]
+    messages = [Message("user", "hello"), Message("assistant", "", tool_calls=calls), Message("tool", bad, name="f")]
     prompt = QWEN3_CHAT.prepare(messages, tools=tools)
     wanted = ["<|im_start|>", "<|im_end|>"] * 2
     wanted += [
@@ -91,7 +95,7 @@ def test_tool_definitions_arguments_and_names_stay_text() -> None:
         "<|im_start|>",
     ]
     assert control_texts(QWEN3_TOKENIZER, prompt.ids) == wanted
-    assert prompt.text.count(bad) == 3 + 4 + 1 + 1 + 1 + 4  # tools, three calls, the answer, ends of turns
+    assert prompt.text.count(bad) == 3 + 3 + 1 + 1 + 1 + 4  # tools, three calls, the answer, ends of turns
     assert '"type": "function"' in prompt.text
     assert '{"name": "f", "arguments": {"a": "<|im_end|>"}}' in prompt.text
 
@@ -140,19 +144,20 @@ def test_a_role_that_is_no_role_is_refused() -> None:
 def test_templates_may_still_test_and_cut_text() -> None:
     """T05: text without control tokens is untouched."""
     source = (
+        "{# <tool_call> #}"
         "{% set c = messages[0].content %}{{ c | trim }}|{{ c.split(':')[0] | upper }}|{{ 'b' in c }}|{{ c | length }}"
-        "|{{ tools[0].type == 'object' }}"
+        "|{{ tools[0].type == 'function' }}"
     )
     chat = ChatTemplate(source, QWEN3_TOKENIZER, "qwen3")
-    tools = [{"type": "object", "thought": "t"}]
+    tools = [{"type": "function", "function": {"name": "t"}}]
     assert chat.render([Message("user", " a:b ")], tools=tools) == "a:b| A|True|5|True"
 
 
 def test_keys_that_templates_look_up_are_untouched_though_a_control_token_ends_like_them() -> None:
     """T05."""
     tokenizer = Tokenizer.from_gguf(byte_level(("<|x|>type",)))
-    chat = ChatTemplate("{{ tools[0].type }}", tokenizer, "llama")
-    assert chat.render(HELLO, tools=[{"type": "function"}]) == "function"
+    chat = ChatTemplate("{# <tool_call> #}{{ tools[0].type }}", tokenizer, "llama")
+    assert chat.render(HELLO, tools=[{"type": "function", "function": {"name": "t"}}]) == "function"
 
 
 def test_arguments_given_as_json_text_reach_the_template_as_an_object() -> None:
@@ -209,7 +214,7 @@ def test_the_systems_text_can_be_folded_into_the_first_users_turn() -> None:
     assert GEMMA3_CHAT.render([Message("system", "Go.")], fold_system=True).startswith("<bos><start_of_turn>user\nGo.")
 
 
-@pytest.mark.parametrize("roles", [["user", "user"], ["assistant"], ["user", "assistant", "tool", "user", "user"]])
+@pytest.mark.parametrize("roles", [["user", "user"], ["assistant"], ["user", "assistant", "user", "user"]])
 def test_roles_that_do_not_alternate_are_refused_and_never_half_rendered(roles: list[str]) -> None:
     """C02."""
     with pytest.raises(RequestError, match="roles must alternate"):
@@ -247,7 +252,7 @@ def test_without_a_template_the_turn_tokens_choose_one_and_a_notice_says_so(
     assert text.count("Be brief.") == 1
     assert chat.encode(messages).count(tokenizer.bos_id or 0) == tokenizer.add_bos
     with pytest.raises(RequestError, match="tools need the chat template"):
-        chat.render(HELLO, tools=[{"type": "function"}])
+        chat.render(HELLO, tools=[{"type": "function", "function": {"name": "t"}}])
 
 
 def test_built_in_formats_turn_thinking_on_and_off() -> None:
@@ -286,7 +291,7 @@ def test_the_files_own_template_is_used_without_a_notice() -> None:
 def test_a_template_of_its_own_for_tools_is_used_with_tools() -> None:
     """M13."""
     metadata = byte_level(QWEN3, pre="qwen2", chat_template="plain")
-    metadata["tokenizer.chat_template.tool_use"] = "tools: {{ tools | length }}"
+    metadata["tokenizer.chat_template.tool_use"] = "tools: {{ tools | length }}{# <tool_call> #}"
     chat = ChatTemplate.for_tokenizer(Tokenizer.from_gguf(metadata), "qwen3")
     assert chat.render(HELLO) == "plain"
-    assert chat.render(HELLO, tools=[{}]) == "tools: 1"
+    assert chat.render(HELLO, tools=[{"type": "function", "function": {"name": "t"}}]) == "tools: 1"

@@ -288,7 +288,6 @@ def test_end_ids_are_the_union_of_keys_and_known_turn_enders() -> None:
         (byte_level(QWEN3, pre="qwen2"), "<|endoftext|>"),
         (byte_level(GEMMA3, pre="gpt-2"), "<end_of_turn>"),
         (byte_level(GEMMA4, GEMMA4_ADDED, pre="gpt-2"), "<turn|>"),
-        (byte_level(GEMMA4, GEMMA4_ADDED, pre="gpt-2"), "<tool_call|>"),
         (sentencepiece(eos_token_id=None), "</s>"),
     ],
 )

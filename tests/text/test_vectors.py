@@ -158,7 +158,7 @@ def test_end_tokens_of_real_models(shared_dir: Path, smollm2_path: Path, gemma3_
     wanted = {
         vocabulary(shared_dir, "llama-bpe"): {"<|end_of_text|>", "<|eot_id|>"},
         vocabulary(shared_dir, "qwen2"): {"<|endoftext|>", "<|im_end|>"},
-        vocabulary(shared_dir, "gemma-4"): {"<eos>", "<turn|>", "<tool_call|>", "<|tool_response>"},
+        vocabulary(shared_dir, "gemma-4"): {"<eos>", "<turn|>", "<|tool_response>"},
         smollm2_path: {"<|endoftext|>", "<|im_end|>"},
         gemma3_270m_path: {"<eos>", "<end_of_turn>"},
     }

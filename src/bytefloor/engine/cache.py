@@ -29,6 +29,8 @@ class CachePlan:
 
     capacity: positions a sequence may have. chunk: most rows of one sequence in one step. n_sequences: how many run
     at once. n_snapshots: how many finished or forked prefixes can keep the windows of their sliding layers.
+    positions: how many all sequences and prefixes have together; None for as many as n_sequences of full capacity take.
+    RequestError where that is less than one sequence may have.
     """
 
     capacity: int
@@ -36,6 +38,19 @@ class CachePlan:
     n_sequences: int = 1
     n_snapshots: int = 4
     page_size: int = PAGE_SIZE
+    positions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.positions is not None and self.positions < self.capacity:
+            raise RequestError(
+                f"a cache of {self.positions} positions in all: one sequence may have {self.capacity}, "
+                "expected at least as many"
+            )
+
+    @property
+    def most_positions(self) -> int:
+        """How many positions the pools hold in all."""
+        return self.positions or self.n_sequences * self.capacity
 
     def n_table(self, kind: CacheKind) -> int:
         """Entries of a sequence's table: pages that capacity, or the window and a chunk at any alignment, can touch."""
@@ -49,7 +64,15 @@ class CachePlan:
         # A prefix has been committed: of a window, and of no chunk beside it, it holds what the next row will see.
         held = 1 if kind.window is None else ceil_div(kind.window - 1, self.page_size) + 1
         held = min(held, self.n_table(kind))
-        return self.n_sequences * self.n_table(kind) + self.n_snapshots * held + 1
+        live, kept = self.n_sequences * self.n_table(kind), self.n_snapshots * held
+        if self.positions is None:
+            return live + kept + 1
+        within = ceil_div(self.positions, self.page_size)
+        if kind.window is None:
+            return within + 1
+        # The rows of a step are shared: a window each, on any page border, and one chunk among all of them.
+        shared = self.n_sequences * (held + 1) + ceil_div(self.chunk, self.page_size)
+        return min(within, min(live, shared) + kept) + 1
 
     def n_bytes(self, kind: CacheKind, n_layers: int) -> int:
         """Bytes of the kind's pool."""
@@ -61,32 +84,42 @@ class Room:
     """What is asked of a cache before it is known who computes.
 
     capacity: positions a sequence may have. chunk: most rows of one step, None for what suits whoever computes.
-    n_sequences: how many run at once.
+    n_sequences, n_snapshots, positions: as in ``CachePlan``.
     """
 
     capacity: int
     chunk: int | None = None
     n_sequences: int = 1
+    n_snapshots: int = 4
+    positions: int | None = None
 
     def plan(self, chunk: int) -> CachePlan:
         """chunk: where none was asked for. More than a sequence can have buys nothing, and costs buffers and pages.
 
-        RequestError for a chunk that was asked for and is none.
+        RequestError for a chunk that was asked for and is none, and for too few positions.
         """
         if self.chunk is not None:
             chunk = self.chunk
         if chunk < 1:
             raise RequestError(f"chunks of {chunk} rows: expected at least 1")
-        return CachePlan(self.capacity, min(chunk, self.capacity), self.n_sequences)
+        return CachePlan(
+            self.capacity, min(chunk, self.capacity), self.n_sequences, self.n_snapshots, positions=self.positions
+        )
 
 
 class PagePool:
-    """The pages of one cache kind, by number."""
+    """The pages of one cache kind, by number.
+
+    n_idle: pages that only stored prefixes hold, which are there for whoever needs them.
+    """
 
     def __init__(self, name: str, n_pages: int) -> None:
         self.name = name
         self.n_pages = n_pages
+        self.n_idle = 0
         self._references = [0] * n_pages
+        # How many of the references are those of stored prefixes.
+        self._kept = [0] * n_pages
         self._free = list(range(n_pages - 1, NULL_PAGE, -1))
 
     @property
@@ -103,13 +136,26 @@ class PagePool:
 
     def share(self, page: int) -> None:
         """One more owner."""
-        self._references[page] += 1
+        self._count(page, 1, 0)
 
-    def release(self, page: int) -> None:
-        """One owner fewer; the last one returns the page."""
-        self._references[page] -= 1
+    def release(self, page: int, is_kept: bool = False) -> None:
+        """One owner fewer, a stored prefix or not; the last one returns the page."""
+        self._count(page, -1, -1 if is_kept else 0)
         if self._references[page] == 0:
             self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """One of the owners is a stored prefix from now on."""
+        self._count(page, 0, 1)
+
+    def _count(self, page: int, references: int, kept: int) -> None:
+        was_idle = self._is_idle(page)
+        self._references[page] += references
+        self._kept[page] += kept
+        self.n_idle += self._is_idle(page) - was_idle
+
+    def _is_idle(self, page: int) -> bool:
+        return 0 < self._references[page] == self._kept[page]
 
     def is_shared(self, page: int) -> bool:
         return self._references[page] > 1
@@ -125,6 +171,7 @@ class SequenceCache:
         self.plan = plan
         self.kinds = tuple(kinds)
         self.length = 0
+        self._is_kept = False
         self._pools = pools
         self._pages: dict[str, dict[int, int]] = {kind.name: {} for kind in kinds}
 
@@ -189,6 +236,15 @@ class SequenceCache:
         end = self.length + n_rows
         return end <= self.plan.capacity and not any(self._unwritable(kind, end) for kind in self.kinds)
 
+    def n_missing(self, kind: CacheKind, n_rows: int) -> int:
+        """The most pages that the next n_rows positions, chunk by chunk, can take at a time beside those held."""
+        n_pages = len(self._unwritable(kind, self.length + n_rows))
+        if kind.window is None:
+            return n_pages
+        pool = self._pools[kind.name]
+        n_own = sum(not pool.is_shared(page) for page in self._pages[kind.name].values())
+        return min(n_pages, self.plan.n_table(kind) - n_own)
+
     def commit(self, n_rows: int) -> None:
         """The rows are written. Pages that no later row can see are returned."""
         self.length += n_rows
@@ -232,13 +288,21 @@ class SequenceCache:
                 twin._pages[kind.name][index] = page
         return twin
 
+    def keep(self) -> None:
+        """From now on a stored prefix: nothing is written or rewound any more, and its pages count as idle."""
+        self._is_kept = True
+        for kind in self.kinds:
+            for page in self._pages[kind.name].values():
+                self._pools[kind.name].keep(page)
+
     def free(self) -> None:
         """Return every page."""
         self.length = 0
         for kind in self.kinds:
             for page in self._pages[kind.name].values():
-                self._pools[kind.name].release(page)
+                self._pools[kind.name].release(page, self._is_kept)
             self._pages[kind.name].clear()
+        self._is_kept = False
 
     def table(self, kind: CacheKind) -> list[int]:
         """Page ids in ring order; the null page where nothing is held."""

@@ -152,7 +152,8 @@ class DeviceExecutor:
         running += 2 * max(self.batch_sizes, default=0) * self._n_vocabulary * 4
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
-        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, self.plan.capacity, kv, table)
+        n_positions = self.plan.most_positions
+        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, n_positions, kv, table)
 
     def _plan_rows(self, fused: Sequence[Fused], memory: DeviceMemory) -> RowPlanner:
         most_rows = max(min(self.plan.chunk, self.plan.capacity), self.plan.n_sequences)
@@ -298,13 +299,13 @@ class DeviceExecutor:
         """Logits of the wanted rows of one sequence, whose tables are shown."""
         if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
             return self._prompts.run(batch)
-        found = []
+        found: dict[int, Tensor] = {}
         for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
             self._set_state(token, position)
             self.launch_all() if is_eager else self._graph.replay()
             if row in batch.wanted:
-                found.append(self._memory.logits.clone())
-        return self._stacked(found)
+                found[row] = self._memory.logits.clone()
+        return self._stacked([found[row] for row in batch.wanted])
 
     @torch.inference_mode()
     def decode_greedy(self, batch: Batch, n_tokens: int) -> Tensor:

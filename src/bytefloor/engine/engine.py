@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
+from bytefloor.engine.batch import Batch, PageCopy
+from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
-from bytefloor.engine.prefix import PrefixStore
-from bytefloor.engine.request import Delta, Finish, Load, Reading, Request
+from bytefloor.engine.pages import Pages, PageUse
+from bytefloor.engine.request import Delta, Finish, Reading, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
-from bytefloor.errors import CapacityError, NumericalError, RequestError
+from bytefloor.errors import BytefloorError, CapacityError, NumericalError, RequestError
 from bytefloor.model.step import Step
 from bytefloor.text.tokenizer import Tokenizer
 
@@ -40,11 +41,25 @@ def never_sampled(tokenizer: Tokenizer, vocabulary_size: int) -> frozenset[int]:
     return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
 
 
+@dataclass(frozen=True)
+class Load:
+    """How busy an engine is. n_preempted: how often, since it began, a sequence had to give its pages to an older one.
+
+    pages: of each cache kind.
+    """
+
+    n_running: int
+    n_waiting: int
+    n_preempted: int
+    pages: dict[str, PageUse]
+
+
 class Engine:
     """Runs requests on an executor, several at once, each as if it were alone.
 
     Every request's tokens depend on its own prompt, parameters and seed only. Finished sequences leave their cache in
-    a store of prefixes, which a later prompt that begins alike continues from.
+    a store of prefixes, which a later prompt that begins alike continues from. Where pages are short requests wait, or
+    wait once more and are computed again; none is lost.
     """
 
     def __init__(self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int) -> None:
@@ -52,9 +67,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
-        self._kinds = executor.step.kinds
-        self._pools = make_pools(executor.plan, self._kinds)
-        self._prefixes = PrefixStore(executor.plan.n_snapshots)
+        self._pages = Pages(executor.plan, executor.step.kinds)
         self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
         self._n_requests = 0
         self._loop = executor.make_loop()
@@ -86,15 +99,13 @@ class Engine:
             )
         if request.max_tokens is not None and request.max_tokens < 1:
             raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 1")
+        if request.grammar is not None and request.ignores_end:
+            raise RequestError("a grammar and ignores_end exclude each other: a grammar says where the answer ends")
+        if request.grammar is not None and request.grammar.tokenizer is not self.tokenizer:
+            raise RequestError("the grammar was compiled for another tokenizer")
         for token in request.prompt_ids:
             if not 0 <= token < self.vocabulary_size:
                 raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
-
-    @property
-    def load(self) -> Load:
-        """Who waits, who runs, and the pages of each kind of layer, those of kept prefixes among the used ones."""
-        pages = {name: (pool.n_pages - 1 - pool.n_free, pool.n_pages - 1) for name, pool in self._pools.items()}
-        return Load(len(self._scheduler.waiting), len(self._scheduler.running), pages)
 
     def drop_running(self) -> set[int]:
         """After a step that raised: forget all that took part, since nobody knows how far it came.
@@ -108,6 +119,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._scheduler.waiting or self._scheduler.running)
+
+    @property
+    def load(self) -> Load:
+        """How many run and wait, and what the pages hold."""
+        scheduler, pages = self._scheduler, self._pages
+        return Load(len(scheduler.running), len(scheduler.waiting), pages.n_preempted, pages.use())
 
     def generate(self, request: Request) -> Iterator[Delta]:
         """Serve one request, alone, to its end; several go through add and step. Closing the iterator cancels it."""
@@ -126,8 +143,7 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One step of the model, and what it gave each request that took part."""
-        for sequence in self._scheduler.admit():
-            sequence.start(self._prefixes.find(sequence.ids) or self._empty_cache())
+        self._scheduler.admit(self._begin)
         planned = self._scheduler.plan()
         if not planned:
             return []
@@ -136,22 +152,39 @@ class Engine:
             if sampled is not None:
                 return [self._take(planned[0][0], sampled)]
         self._leave_loop()
-        batch, samplers = self._make_batch(planned)
+        settled = self._pages.settle(planned, self._scheduler)
+        deltas = [self._fail(sequence, error) for sequence, error in settled.lacking]
+        return deltas + self._run(settled.rows, settled.copies) if settled.rows else deltas
+
+    def _begin(self, sequence: SequenceState) -> bool:
+        """Whether there are pages for a sequence beside those that run; then it has begun."""
+        cache = self._pages.begin(sequence.ids, self._scheduler.running)
+        if cache is not None:
+            sequence.start(cache)
+        return cache is not None
+
+    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> list[Delta]:
+        """Compute rows whose pages are there, and take what the last one of each sequence gives."""
+        batch, samplers = self._make_batch(rows, copies)
         try:
             logits = self.executor.run(batch)
         except BaseException:
             # Rows may be half written: no cache of this batch can be trusted, so none is kept.
-            for sequence, _ in planned:
+            for sequence, _ in rows:
                 self._drop(sequence)
             raise
-        for sequence, n_rows in planned:
+        for sequence, n_rows in rows:
             sequence.cache.commit(n_rows)
-        rows = logits.float().cpu().numpy()
-        return [self._postprocess(sequence, rows[i]) for i, sequence in enumerate(samplers)]
+        for sequence in samplers:
+            # A device is still at its work.
+            if sequence.constraint is not None:
+                sequence.constraint.prepare()
+        found = logits.float().cpu().numpy()
+        return [self._postprocess(sequence, found[i]) for i, sequence in enumerate(samplers)]
 
     def reading(self, request_id: int) -> Reading | None:
         """How far a request's prompt has been read, tokens of an earlier prefix included; None where there is none to
-        read: before it has begun, once it has answered, when it is not there any more.
+        read: before it has begun, while it waits for pages, once it has answered, when it is not there any more.
 
         It counts what the executor was given: a device may be some chunks behind.
         """
@@ -159,8 +192,12 @@ class Engine:
         return next((sequence.reading for sequence in found), None)
 
     def _can_loop(self, sequence: SequenceState) -> bool:
-        """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request."""
-        is_decoding = sequence.first_token_at is not None
+        """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
+
+        One that lost its pages has many tokens to compute first, though it has answered. Under a grammar all are the
+        host's: the next mask needs the token before it.
+        """
+        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.constraint is None
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:
@@ -175,7 +212,7 @@ class Engine:
             n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
             while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
                 pass
-            sampled = loop.next()
+            sampled = loop.next() if loop.n_under_way else None
         except BaseException:
             self._drop(sequence)
             raise
@@ -184,17 +221,17 @@ class Engine:
         return sampled
 
     def _launch(self, loop: DecodeLoop, sequence: SequenceState, n_rows: int) -> bool:
-        """Start the last of the next n_rows steps. False, for one that is not needed yet, where pages are short."""
+        """Start the last of the next n_rows steps. False where pages are short: one ahead can wait, and where not even
+        the next has a page, the plain road says who gives way."""
         if self._is_shown and sequence.cache.is_writable(n_rows):
             loop.launch(None)
             return True
         shown = Batch()
         try:
-            self._with_pages(lambda: sequence.cache.show(shown, n_rows))
+            shown.copies.extend(self._pages.reserve(sequence.cache, n_rows))
         except CapacityError:
-            if n_rows == 1:
-                raise
             return False
+        sequence.cache.show(shown, n_rows)
         loop.launch(shown)
         self._is_shown = True
         return True
@@ -206,32 +243,18 @@ class Engine:
             self._looping.cache.rewind(self._looping.cache.length)
         self._looping = None
 
-    def _empty_cache(self) -> SequenceCache:
-        return SequenceCache(self.executor.plan, self._kinds, self._pools)
-
-    def _make_batch(self, planned: list[tuple[SequenceState, int]]) -> tuple[Batch, list[SequenceState]]:
+    def _make_batch(
+        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy]
+    ) -> tuple[Batch, list[SequenceState]]:
         """The rows, and the sequences that will get a token from them, in the order of the wanted rows."""
-        batch, samplers = Batch(), []
+        batch, samplers = Batch(copies=copies), []
         for sequence, n_rows in planned:
             is_last = n_rows == sequence.n_pending
-            self._append(sequence, batch, n_rows, [n_rows - 1] if is_last else [])
+            start = sequence.cache.length
+            sequence.cache.append_rows(batch, sequence.ids[start : start + n_rows], [n_rows - 1] if is_last else [])
             if is_last:
                 samplers.append(sequence)
         return batch, samplers
-
-    def _append(self, sequence: SequenceState, batch: Batch, n_rows: int, wanted: list[int]) -> None:
-        start = sequence.cache.length
-        rows = sequence.ids[start : start + n_rows]
-        self._with_pages(lambda: sequence.cache.append_rows(batch, rows, wanted))
-
-    def _with_pages(self, take: Callable[[], None]) -> None:
-        """Old prefixes give up their pages before a running sequence goes without."""
-        while True:
-            try:
-                return take()
-            except CapacityError:
-                if not self._prefixes.evict():
-                    raise
 
     def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
         try:
@@ -239,19 +262,22 @@ class Engine:
         except (NumericalError, RequestError) as error:
             # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
             # are worthless, so the cache goes.
-            self._drop(sequence)
-            return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
+            return self._fail(sequence, error)
         return self._take(sequence, sampled)
+
+    def _fail(self, sequence: SequenceState, error: BytefloorError) -> Delta:
+        self._drop(sequence)
+        return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
 
     def _take(self, sequence: SequenceState, sampled: Sampled) -> Delta:
         is_prompt_done = sequence.first_token_at is None
         delta = sequence.accept(sampled, self.capacity)
         computed = sequence.ids[: sequence.cache.length]
         if is_prompt_done:
-            self._prefixes.put(computed, sequence.cache.fork())
+            self._pages.prefixes.put(computed, sequence.cache.fork())
         if delta.finish is not None:
             self._remove(sequence)
-            self._prefixes.put(computed, sequence.cache)
+            self._pages.prefixes.put(computed, sequence.cache)
         return delta
 
     def _remove(self, sequence: SequenceState) -> None:
@@ -271,6 +297,6 @@ class Engine:
                 finish = sequence.finish("cancelled", "cancelled")
                 self._remove(sequence)
                 if sequence.has_started:
-                    self._prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
+                    self._pages.prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
                 return finish
         return None

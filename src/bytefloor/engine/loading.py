@@ -43,7 +43,8 @@ class EngineOptions:
 
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
     chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK or REFERENCE_CHUNK, as it may be. kv: one of KV_TYPES,
-    None for the default.
+    None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes together,
+    None for n_sequences full contexts; where they run out, sequences wait for each other.
     """
 
     context: int | None = None
@@ -52,6 +53,8 @@ class EngineOptions:
     n_sequences: int = 1
     chunk: int | None = None
     kv: str | None = None
+    n_snapshots: int = 4
+    positions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     checkpoint = open_checkpoint(path)
     model = load_model(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
-    room = Room(choose_context(options.context, model), options.chunk, options.n_sequences)
+    context = choose_context(options.context, model)
+    room = Room(context, options.chunk, options.n_sequences, options.n_snapshots, options.positions)
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
     shorter = "a shorter context (-c) needs less"
     narrower = "a shorter context (-c) or --weights bf16 needs less"

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 
 from bytefloor.engine.cache import SequenceCache
 
+STRETCH = 256
+"""Tokens that are compared at once: a queue asks at every step, and whole stretches are compared much faster."""
 
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+
+def common_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """How many leading tokens are the same."""
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
+    end, n = min(len(a), len(b)), 0
+    while n < end and a[n : n + STRETCH] == b[n : n + STRETCH]:
+        n += STRETCH
+    while n < end and a[n] == b[n]:
         n += 1
-    return n
+    return min(n, end)
 
 
 class PrefixStore:
@@ -38,6 +41,7 @@ class PrefixStore:
         if not key or self._n_entries == 0:
             cache.free()
             return
+        cache.keep()
         self._entries[key] = cache
         while len(self._entries) > self._n_entries:
             self.evict()
@@ -55,9 +59,9 @@ class PrefixStore:
 
         At least one token is left to compute, since its logits are wanted.
         """
-        best, best_length = None, 0
+        wanted, best, best_length = tuple(ids), None, 0
         for key, cache in self._entries.items():
-            usable = min(common_length(key, ids), len(ids) - 1)
+            usable = min(common_length(key, wanted), len(ids) - 1)
             if usable > best_length and cache.can_rewind(usable):
                 best, best_length = key, usable
         if best is None:

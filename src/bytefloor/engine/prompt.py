@@ -39,6 +39,8 @@ class PromptRunner:
         assert isinstance(logits, FusedLogits)
         self._cap = logits.cap
         self._walks: dict[int, tuple[Walk, list[Callable[[], None]]]] = {}
+        # The planner's buffers were filled with zeros on the stream that was current, for which this one does not wait.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
 
     @property
     def most_rows(self) -> int:
@@ -82,8 +84,8 @@ class PromptRunner:
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def _place(self, batch: Batch, pitch: int) -> None:
-        """Rows, pages and attention's items to where the kernels look for them."""
-        inputs, n = self._planner.inputs, len(batch.tokens)
+        """Rows, pages and attention's items to where the kernels look for them. CapacityError where they do not fit."""
+        inputs, plan, n = self._planner.inputs, self._planner.plan, len(batch.tokens)
         pin = self._device.type == "cuda"
         # Pinned memory of torch is given to nobody else before the copy has read it.
         tokens = torch.zeros(inputs.tokens.shape, dtype=torch.int64, pin_memory=pin)
@@ -108,7 +110,10 @@ class PromptRunner:
         host[padding + n : padding + pitch] = PADDING_SEQUENCE
         put("wanted", batch.wanted)
         for size in inputs.item_rows:
-            put(f"items.{size}", [value for item in attention_items(runs, size) for value in item])
+            items, most = attention_items(runs, size), inputs.n_items(pitch, size, plan)
+            if len(items) > most:  # attention has a block for each that there may be
+                raise CapacityError(f"{n} rows in {len(items)} pieces of consecutive slots: there is room for {most}")
+            put(f"items.{size}", [value for item in items for value in item])
         for name, tables in batch.tables.items():
             put(f"table.{name}", [page for table in tables for page in table])
         inputs.values.copy_(host, non_blocking=True)

@@ -79,7 +79,7 @@ class ReferenceExecutor:
         self.device = torch.device(device)
         progress = progress or Silent()
         memory = MemoryPlan(
-            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.capacity, self._kv()
+            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.most_positions, self._kv()
         )
         check_memory(memory, progress, advice)
         self._tensors = self._load(progress)
@@ -110,7 +110,7 @@ class ReferenceExecutor:
         # Float32 values are kept as they are decoded; another dtype is a second tensor.
         narrowed = [4 * n_values(weight) for weight in self._dense_weights() if self._dtype(weight) != torch.float32]
         workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
-        running = step_bytes(self.step, self.plan, self.precision.compute.itemsize, lambda call, sizes: 0)
+        running = step_bytes(self.step, self.plan, self.precision.compute.itemsize)
         return max(workspace + running, *narrowed, 0)
 
     def _kv(self) -> str:

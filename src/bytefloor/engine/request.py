@@ -7,6 +7,7 @@ from typing import Literal
 
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.sampling_params import SamplingParams
+from bytefloor.text.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "loop", "cancelled", "error"]
 
@@ -20,6 +21,7 @@ class Request:
     ignores_end: end-of-turn tokens are printed as any other, for measuring.
     detects_loops: end an answer that only repeats itself; the finish reason says so.
     shown_ids: control tokens whose text is part of the answer, such as the tags around reasoning.
+    grammar: what the answer must look like; one that was cut, by a stop string too, need not.
     """
 
     prompt_ids: tuple[int, ...]
@@ -29,15 +31,17 @@ class Request:
     ignores_end: bool = False
     detects_loops: bool = False
     shown_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
 class Finish:
     """How an answer ended and what it took.
 
-    reason: ``stop`` the model's end token or a stop string, ``length`` max_tokens or a full context, ``loop`` it
-    repeated itself, ``cancelled``, ``error``. detail: the same in words.
-    n_cached: prompt tokens whose keys and values were already there. Seconds are wall time.
+    reason: ``stop`` the model's end token, a stop string or the end of a grammar, ``length`` max_tokens or a full
+    context, ``loop`` it repeated itself, ``cancelled``, ``error``. detail: the same in words.
+    n_cached: prompt tokens whose keys and values were already there, in every layer, when the request first began.
+    Seconds are wall time.
     """
 
     reason: FinishReason
@@ -67,15 +71,6 @@ class Reading:
     n_done: int
     n_prompt: int
     n_cached: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """How busy an engine is. pages: of each kind of layer (used, there are); kept prefixes count as used."""
-
-    n_waiting: int
-    n_running: int
-    pages: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,12 @@ class RowPlanner:
         self.card = Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
         self.most_rows, self.paddings = most_rows, row_paddings(most_rows)
         layers = [call for call in fused if isinstance(call, FusedAttention)]
+        # Layers of one kind share pages, but may have different numbers of query heads.
         self._attention = {
-            kind: plan_attention_rows(kind, n_heads, plan, self.card)
+            (kind, n_heads): plan_attention_rows(kind, n_heads, plan, self.card)
             for kind, n_heads in dict.fromkeys((layer.cache.kind, _n_heads(layer)) for layer in layers)
         }
-        tables = {kind.name: plan.n_table(kind) for kind in self._attention}
+        tables = {kind.name: plan.n_table(kind) for kind, _ in self._attention}
         item_rows = [rows for _, rows, _ in self._attention.values()]
         self.inputs = RowInputs(self.paddings[-1], plan, tables, item_rows, device)
         self._frequencies: dict[tuple[float, ...], Tensor] = {}
@@ -185,7 +186,7 @@ class RowPlanner:
         return self.weights.vector(weight) if isinstance(weight, Weight) else None
 
     def attention(self, fused: FusedAttention) -> tuple[KernelSpec, int, int]:
-        return self._attention[fused.cache.kind]
+        return self._attention[fused.cache.kind, _n_heads(fused)]
 
 
 def _n_heads(fused: FusedAttention) -> int:

@@ -58,11 +58,18 @@ class Sampler:
         self._cuts = _cuts(params)
         self.mu = 2 * params.mirostat_tau if params.mirostat_tau is not None else math.inf
 
-    def sample(self, logits: npt.NDArray[np.floating], position: int) -> Sampled:
-        """The token for absolute `position`, which is also accepted. A refusal changes nothing."""
+    def sample(
+        self, logits: npt.NDArray[np.floating], position: int, allowed: npt.NDArray[np.bool_] | None = None
+    ) -> Sampled:
+        """The token for absolute `position`, which is also accepted. A refusal changes nothing.
+
+        allowed: [n] bool, the tokens that a grammar lets through; rows from n on are nobody's and never taken.
+        """
         self._check(logits, position)
         scores = logits.astype(np.float64)
         self._adjust(scores)
+        if allowed is not None:
+            _keep(scores, allowed)
         u_token, u_xtc = uniforms(self.seed, position)
         ids, tempered = self._candidates(scores, u_xtc)
         log_p = _log_softmax(tempered)
@@ -124,7 +131,7 @@ class Sampler:
         """The ids that may be drawn, ascending, and their logits divided by the temperature; -inf has no chance."""
         params = self.params
         if scores.max() == -np.inf:
-            raise RequestError("banned ids and logit_bias leave no token to choose from")
+            raise RequestError("banned ids, logit_bias and grammar leave no token to choose from")
         if params.is_greedy:
             # No cut may change this: typical and XTC would remove the best token.
             best = np.array([scores.argmax()])
@@ -152,6 +159,13 @@ class Sampler:
         params = self.params
         if params.mirostat_tau is not None and not params.is_greedy:
             self.mu -= params.mirostat_eta * (-log_p / math.log(2) - params.mirostat_tau)
+
+
+def _keep(scores: Floats, allowed: npt.NDArray[np.bool_]) -> None:
+    """Everything else to -inf, in place."""
+    n = min(len(allowed), len(scores))
+    np.putmask(scores[:n], ~allowed[:n], -np.inf)
+    scores[n:] = -np.inf
 
 
 def uniforms(seed: int, position: int) -> tuple[float, float]:

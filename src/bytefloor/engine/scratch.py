@@ -20,7 +20,6 @@ BLAS_WORKSPACE_BYTES = 32 << 20
 """What cuBLAS takes for the stream that it is used on, on Hopper; less elsewhere."""
 RESULTS_A_CALL = 4
 """The most results of its own size that the reference of a plain op holds: its formula, term by term."""
-OwnBytes = Callable[[OpCall, Sizes], int]
 
 
 class Rehearsal(TorchFunctionMode):
@@ -57,11 +56,11 @@ def last_uses(step: Step) -> list[list[int]]:
     return ends
 
 
-def step_bytes(step: Step, plan: CachePlan, item_bytes: int, own_bytes: OwnBytes) -> int:
+def step_bytes(step: Step, plan: CachePlan, item_bytes: int) -> int:
     """The most that the plain list takes for a whole chunk at the end of a full cache, as the engine asks for it: one
     row of logits a sequence.
 
-    item_bytes: of an activation. own_bytes: what a product or an embedding holds beside its result.
+    item_bytes: of an activation.
     """
     sizes = {"T": min(plan.chunk, plan.capacity), "R": plan.n_sequences, "B": plan.n_sequences}
     sizes |= {f"P.{kind.name}": plan.n_table(kind) for kind in step.kinds}
@@ -71,7 +70,7 @@ def step_bytes(step: Step, plan: CachePlan, item_bytes: int, own_bytes: OwnBytes
         # A cache write has no result; what it rounds and scatters is as large as its keys.
         shape = call.operands["k"].shape if call.output is None else call.output.shape
         result = item_bytes * n_elements(shape, sizes)
-        taken = own_bytes(call, sizes) + RESULTS_A_CALL * result
+        taken = RESULTS_A_CALL * result
         if call.op.reads_cache:
             taken += _attention_bytes(call, plan, sizes, item_bytes)
         most = max(most, sum(held.values()) + taken)

@@ -24,6 +24,7 @@ class SequenceState:
         self.has_started = False
         self.first_token_at: float | None = None
         self.sampler = Sampler(request.sampling, request.prompt_ids, banned_ids)
+        self.constraint = request.grammar.start(request.prompt_ids) if request.grammar is not None else None
         self._end_ids = frozenset() if request.ignores_end else tokenizer.end_ids
         self._decoder = tokenizer.stream(request.prompt_ids, keep_special=request.shown_ids)
         self._stop = StopMatcher(request.stops)
@@ -39,22 +40,28 @@ class SequenceState:
         return len(self.ids) - len(self.request.prompt_ids)
 
     def start(self, cache: SequenceCache) -> None:
-        """Begin from a cache that holds the first tokens, or nothing."""
+        """Begin, or go on after pages ran out, from a cache that holds the first tokens, or nothing."""
         self.cache = cache
+        if self.has_started:
+            return
         self.has_started = True
         self._n_cached = cache.length
         self._started_at = time.perf_counter()
 
     @property
     def reading(self) -> Reading | None:
-        """How far the prompt has been read; None before it has begun, and from the first token on."""
+        """How far the prompt has been read; None before it has begun, and from the first token on.
+
+        Pages that ran out take it back to the beginning, which may be before what was cached at first.
+        """
         if not self.has_started or self.first_token_at is not None:
             return None
         return Reading(self.cache.length, len(self.request.prompt_ids), self._n_cached)
 
     def sample(self, logits: Any) -> Sampled:
         """The next token from a row of logits. NumericalError for logits that are NaN."""
-        return self.sampler.sample(logits, len(self.ids) - 1)
+        allowed = self.constraint.allowed() if self.constraint is not None else None
+        return self.sampler.sample(logits, len(self.ids) - 1, allowed)
 
     def may_go_on(self, capacity: int) -> bool:
         """Whether a token may be wanted after the next one. What the next one is may still end the answer."""
@@ -65,11 +72,15 @@ class SequenceState:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.ids.append(sampled.id)
+        if self.constraint is not None:
+            self.constraint.accept(sampled.id)
         if sampled.id in self._end_ids:
             return self._cut("stop", "end of turn", "", sampled)
         text, is_stopped = self._stop.push(self._decoder.push(sampled.id))
         if is_stopped:
             return self._last("stop", "stop string", text, sampled)
+        if self.constraint is not None and self.constraint.is_complete:
+            return self._cut("stop", "the grammar is complete", text, sampled)
         if self.n_generated == self.request.max_tokens:
             return self._cut("length", f"max_tokens {self.request.max_tokens}", text, sampled)
         if len(self.ids) >= capacity:

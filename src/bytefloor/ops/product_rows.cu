@@ -1,4 +1,4 @@
-// product_rows: y = x W^T for many rows of activations, 17 and more, on tensor cores. Weights come from packed stream records, become
+// product_rows: y = x W^T for many rows of activations, on tensor cores. Weights come from packed stream records, become
 // bf16 in registers and are multiplied with bf16 activations in shared memory; sums in float32.
 //
 // x: bf16 row tiles [K / 64][pitch / 8][8][64], see row_tiles.cuh. Up to three matrices in one launch, each packed as its own form says:
@@ -7,16 +7,16 @@
 // whole tiles with zeros beyond the last output and anything beyond the last row.
 // Approximate: a weight is rounded to bf16 once (its last float32 bit may differ before), an activation was.
 //
-// A block has 128 rows of W and TILE rows of x at a time. Of its warps the ninth fills two rings in shared memory: records of W, and
-// tiles of x of 64 columns. Two warpgroups have 64 rows of W each: every warp turns its own record into fragments, a group of
-// 32 columns at a time, while the products of the group before are under way. So a weight is read from L2 or memory once for TILE rows
-// and never written back, and unpacking costs about as many issue slots as there are to spare beside 128 rows.
+// A block has ROWS_W rows of W, 128 or 256, and TILE rows of x at a time. The first warp behind those that multiply fills two rings in
+// shared memory: records of W, and tiles of x of 64 columns. GROUPS warpgroups have 64 rows of W each: every warp turns its own record
+// into fragments, a group of 32 columns at a time, while the products of the group before are under way. So a weight is read from L2 or
+// memory once for TILE rows and never written back, and unpacking costs about as many issue slots as there are to spare beside 128 rows.
 //
-// Items (128 rows of W, TILE rows of x, a part of K) are dealt to the blocks by turns, those that share rows of W side by side.
+// Items (ROWS_W rows of W, TILE rows of x, a part of K) are dealt to the blocks by turns, those that share rows of W side by side.
 //
-// Defined by the host: SEGMENTS, S(bits of the matrices, form) for each form; TILE (16 .. 256), GROUPS (warpgroups that multiply), BLOCKS
+// Defined by the host: SEGMENTS, S(bits of the matrices, form) for each form; TILE (32 .. 256), GROUPS (warpgroups that multiply), BLOCKS
 // (of a multiprocessor), REGISTERS and LEFT_REGISTERS (of a thread that multiplies, of the others), SLOTS_W, SLOTS_X, SLOT_BYTES (of the
-// block's records of the largest form), GLU (0, 1 silu, 2 gelu).
+// block's records of the largest form), CLUSTER (blocks that share tiles of x), GLU (0, 1 silu, 2 gelu).
 #include "warpgroup.cuh"
 
 #if !BULK

@@ -8,20 +8,6 @@ __device__ __forceinline__ u8* row_tile_chunk(u8* tiles, int pitch, int row, int
     return tiles + atom * 1024 + row % 8 * 128 + (((column / 8 & 7) ^ (row & 7)) << 4);
 }
 
-// The word of elements (not stored columns) element and element + 1 of a row; element even. Of element = 32 n + 8 t + 4
-// s + 2 h it is word t of chunk 2 s + h of group n.
-__device__ __forceinline__ u8* row_tile_word(u8* tiles, int pitch, int row, int element) {
-    return row_tile_chunk(tiles, pitch, row, element / 32 * 32 + (element >> 1 & 3) * 8) + (element >> 3 & 3) * 4;
-}
-
-// Elements element .. element + 7 of a row, by one lane: a word in each of the group's four chunks. element a multiple
-// of 8.
-__device__ __forceinline__ void store_eight(u8* tiles, int pitch, int row, int element, const float (&v)[8]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        *(u32*)row_tile_word(tiles, pitch, row, element + 2 * i) = pack_halves<true>(v[2 * i], v[2 * i + 1]);
-}
-
 // Elements element .. element + 3 of a row, by a warp whose lanes have consecutive fours: a quarter of a warp has a
 // group, and lanes that have words t and t + 1 of two chunks swap, so that each stores eight bytes and all of them
 // together whole lines. All lanes call it, whatever is_there.

@@ -21,7 +21,6 @@ from bytefloor.errors import ShapeError
 COLUMNS = 64
 ROWS = 8
 """Of an atom."""
-ATOM_BYTES = COLUMNS * ROWS * 2
 CHUNK = 8
 """Elements of 16 bytes."""
 
@@ -36,12 +35,6 @@ def tiles_shape(k: int, pitch: int) -> tuple[int, int, int, int]:
     if pitch % ROWS:
         raise ShapeError(f"row tiles: a pitch of {pitch} rows is not a multiple of {ROWS}")
     return -(-k // COLUMNS), pitch // ROWS, ROWS, COLUMNS
-
-
-def pitch_bytes(k: int, pitch: int) -> int:
-    """Bytes of the tiles of K columns and ``pitch`` rows. ShapeError if the pitch is no multiple of 8."""
-    n_columns, n_rows, _, _ = tiles_shape(k, pitch)
-    return n_columns * n_rows * ATOM_BYTES
 
 
 def to_row_tiles(x: Tensor, pitch: int) -> Tensor:

@@ -133,18 +133,6 @@ template <int N> __device__ __forceinline__ void multiply_fragments(float (&c)[N
 #endif
 }
 
-// The same with all 64 rows of a in shared memory, of which this warp has rows 16 warp .. 16 warp + 15.
-template <int N> __device__ __forceinline__ void multiply_tiles(float (&c)[N / 8][4], const u8* a, const u8* b, int step, int warp) {
-#if HAS_WARPGROUPS
-    wgmma<N>(c, operand_at(shared_address(a) + step * 32, 16), operand_at(shared_address(b) + step * 32, 16));
-#else
-    int lane = threadIdx.x & 31;
-    u32 r[4];
-    ldmatrix4(r, shared_address(a) + swizzled(warp * 16 + (lane & 15), 2 * step + (lane >> 4)));
-    multiply_fragments<N>(c, r, b, step);
-#endif
-}
-
 // c[64][N] += a[64][16] b[16][N]: b's rows are positions 16 step .. 16 step + 15 of tiles of 64 columns, `leading` bytes apart.
 template <int N>
 __device__ __forceinline__ void multiply_values(float (&c)[N / 8][4], const u32* a, const u8* b, int step, u32 leading) {

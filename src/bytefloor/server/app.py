@@ -235,6 +235,10 @@ class Endpoints:
                 "defaults": {name: getattr(defaults, name) for name in SAMPLING_NAMES},
                 "timeout_s": options.timeout_s,
                 "max_body_bytes": options.max_body_bytes,
-                "load": {"waiting": load.n_waiting, "running": load.n_running, "pages": load.pages},
+                "load": {
+                    "waiting": load.n_waiting,
+                    "running": load.n_running,
+                    "pages": {kind: {"used": use.n_used, "all": use.n_pages} for kind, use in load.pages.items()},
+                },
             }
         )

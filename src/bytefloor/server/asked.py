@@ -1,6 +1,6 @@
 """From a body to what the engine is asked: the one place where fields become requests and ways to read answers.
 
-Whoever adds a feature (grammars, tools) gives `Choice.request` what the engine needs and `Choice.parser` what reads
+Whoever adds a feature (tools) gives `Choice.request` what the engine needs and `Choice.parser` what reads
 the answer, and takes its fields out of `_refuse_for_now`.
 """
 
@@ -18,6 +18,7 @@ from bytefloor.server.messages import as_messages, template_kwargs
 from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.sampling import in_range, sampling_params
 from bytefloor.server.served import Served
+from bytefloor.server.structured import grammar_of
 from bytefloor.text.chat import ChatPrompt
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.stop import StopMatcher
@@ -132,9 +133,6 @@ def _request(
     body: GenerationFields, served: Served, prompt: ChatPrompt, max_tokens: int | None, n_logprobs: int, at: str
 ) -> Request:
     """at: the field that the prompt came from."""
-    _refuse_for_now(body, "grammar", "regex")
-    if body.response_format not in (None, {"type": "text"}):
-        raise _not_supported("response_format")
     in_range("max_tokens", body.max_tokens, int, 1, _COUNT_MAX)
     request = Request(
         prompt_ids=tuple(prompt.ids),
@@ -143,6 +141,7 @@ def _request(
         stops=_stops(body.stop),
         detects_loops=served.detects_loops,
         shown_ids=prompt.keep_special,
+        grammar=grammar_of(body, prompt, served.grammars),
     )
     try:
         served.engine.check(request)

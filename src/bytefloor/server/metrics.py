@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from bytefloor.engine.request import Delta, Load
+from bytefloor.engine.engine import Load
+from bytefloor.engine.request import Delta
 from bytefloor.server.worker import Handle
 
 _FIRST_TOKEN_S = (0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -29,9 +30,9 @@ class _LoadCollector(Collector):
         yield GaugeMetricFamily("bytefloor_requests_running", "Requests that take part in steps.", load.n_running)
         used = GaugeMetricFamily("bytefloor_pages_used", "Cache pages in use, kept prefixes included.", labels=["kind"])
         free = GaugeMetricFamily("bytefloor_pages_free", "Cache pages that are free.", labels=["kind"])
-        for kind, (n_used, n_pages) in load.pages.items():
-            used.add_metric([kind], n_used)
-            free.add_metric([kind], n_pages - n_used)
+        for kind, use in load.pages.items():
+            used.add_metric([kind], use.n_used)
+            free.add_metric([kind], use.n_free)
         yield used
         yield free
 

@@ -10,6 +10,7 @@ from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import Opened
 from bytefloor.errors import RequestError
 from bytefloor.server.refusal import Refusal, bad_field
+from bytefloor.server.structured import Grammars
 from bytefloor.text.chat import ChatTemplate
 from bytefloor.text.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ class Served:
     template_advice: str
     detects_loops: bool
     facts: dict[str, Any]
+    grammars: Grammars
 
     @classmethod
     def of(cls, opened: Opened, name: str | None = None) -> Served:
@@ -55,7 +57,16 @@ class Served:
             "notices": [*opened.notices, *(template.notices if template else ())],
         }
         name = name or _own_name(opened)
-        return cls(name, opened.tokenizer, opened.engine, template, advice, opened.detects_loops, facts)
+        return cls(
+            name,
+            opened.tokenizer,
+            opened.engine,
+            template,
+            advice,
+            opened.detects_loops,
+            facts,
+            Grammars(opened.tokenizer),
+        )
 
     def check_name(self, name: str | None) -> None:
         """Refusal 404 for another model's name; a request need not name one."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from bytefloor.engine.engine import Engine
+from bytefloor.engine.engine import Engine, Load
 from bytefloor.engine.kernels import current
-from bytefloor.engine.request import Delta, Finish, FinishReason, Load, Request
+from bytefloor.engine.request import Delta, Finish, FinishReason, Request
 from bytefloor.errors import KernelError
 
 LOG = logging.getLogger("bytefloor.server")

@@ -6,17 +6,23 @@ tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bytefloor.errors import RequestError
 from bytefloor.text.builtin import source_for
+from bytefloor.text.call_grammar import GrammarSource, call_grammar
+from bytefloor.text.calls import CallFormat, format_of
+from bytefloor.text.message import Message, ToolCall
 from bytefloor.text.reasoning import CHANNEL, THINK, ReasoningSplitter, ReasoningTags, split_reasoning
+from bytefloor.text.reasoning_budget import ReasoningBudget
+from bytefloor.text.reply import ReplySplitter
 from bytefloor.text.sandbox import compiled
 from bytefloor.text.shield import Shield
 from bytefloor.text.tokenizer import Tokenizer
+from bytefloor.text.tool_turns import checked_calls, with_calls_apart, with_results_inside
+from bytefloor.text.tools import ToolChoice, check_choice, read_tools
 
 __all__ = ["ChatPrompt", "ChatTemplate", "Message", "ReasoningSplitter", "ReasoningTags", "ToolCall"]
 
@@ -25,32 +31,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """A call that the model made. `arguments`: an object, or its JSON text."""
-
-    name: str
-    arguments: Mapping[str, Any] | str
-    id: str | None = None
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn. `reasoning` is the thought of an earlier reply; the template decides whether it is shown again."""
-
-    role: str
-    content: str
-    reasoning: str | None = None
-    tool_calls: Sequence[ToolCall] = ()
-    name: str | None = None
-    tool_call_id: str | None = None
-
-
-@dataclass(frozen=True)
 class ChatPrompt:
     """A rendered prompt and how to read what follows it.
 
     The reply is decoded with `tokenizer.stream(prompt.ids, keep_special=prompt.keep_special)`, and its text goes
-    through `prompt.splitter()`.
+    through `prompt.reply(...)`, or where there are no tools through `prompt.splitter()`.
     """
 
     text: str
@@ -58,6 +43,17 @@ class ChatPrompt:
     is_thought_open: bool  # the prompt ends inside a thought that the template opened
     reasoning_tags: ReasoningTags | None  # None: the reply is content only
     keep_special: frozenset[int]  # control tokens whose text the splitter needs to see
+    call_format: CallFormat | None = None  # None: the reply has no calls
+    tool_names: frozenset[str] = frozenset()  # tools that may be called
+    grammar: GrammarSource | None = None  # what the reply must be, its thought apart, where a call is demanded
+
+    def reply(self, answer_id: str) -> ReplySplitter:
+        """A splitter for one reply to this prompt; the ids of its calls follow from `answer_id`."""
+        return ReplySplitter(self.splitter(), self.call_format, self.tool_names, answer_id)
+
+    def raw(self) -> ChatPrompt:
+        """The same prompt, its reply's thoughts left in the text with their tags."""
+        return replace(self, reasoning_tags=None)
 
     @classmethod
     def plain(cls, text: str, ids: list[int]) -> ChatPrompt:
@@ -97,6 +93,13 @@ class ChatTemplate:
         tags = (self.reasoning_tags.open, self.reasoning_tags.close) if self.reasoning_tags else ()
         self.reasoning_ids = frozenset(id for text, id in control.items() if any(tag.startswith(text) for tag in tags))
         self.supports_thinking = "enable_thinking" in source or any(tag in source for tag in tags)
+        self.call_format = format_of(tool_source or source)
+        self._family = family
+        calls = self.call_format.tags if self.call_format else ()
+        self._call_ids = frozenset(control[tag] for tag in calls if tag in control)
+        self._shows_calls = "tool_calls" in (tool_source or source)
+        # Templates with this word want results inside the turn that called.
+        self._takes_results_inside = "tool_responses" in (tool_source or source)
         self._shield = Shield([*control, *(tag for tag in tags if tag.endswith(">"))])
         self._always_opens_thought = self._finds_open_thought()
 
@@ -124,6 +127,8 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_calls: bool = True,
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         fold_system: bool = False,
@@ -131,22 +136,56 @@ class ChatTemplate:
     ) -> ChatPrompt:
         """Renders and encodes. `thinking` None leaves it to the template; `kwargs` are variables for the template.
 
+        `tools` are in OpenAI's form. With the choice `none` the model is not shown them, and its reply has no calls.
         `fold_system` puts the system's text before the first user's, for templates that know no system turn.
         """
+        choice = tool_choice or ToolChoice()
+        known = read_tools(tools or ())
+        check_choice(choice, known)
+        names = frozenset(tool.name for tool in known)
+        messages = checked_calls(messages, names or None)
+        if not self._shows_calls and any(message.tool_calls for message in messages):
+            raise RequestError(
+                f"the messages have tool calls, but the chat template of this {self._family} model does not show them"
+            )
+        if choice.mode == "none":
+            tools, known, names = None, (), frozenset()
         thinking = kwargs.pop("enable_thinking", thinking) if thinking is None else thinking
         if thinking and not self.supports_thinking:
-            raise RequestError("thinking was asked for, but the model's chat template has no thinking to turn on")
+            raise RequestError(
+                f"thinking was asked for, but the chat template of this {self._family} model has no thinking to turn on"
+            )
         rendered = self._rendered(messages, tools, thinking, add_generation_prompt, fold_system, kwargs)
         is_open = self._opens_thought(rendered)
         if is_open and thinking is False:
             raise RequestError("the model's chat template always opens a thought: thinking cannot be turned off")
         tags = None if thinking is False else self.reasoning_tags
+        format = self._format_for_calls() if tools else None
+        grammar = None
+        if format is not None:
+            grammar = call_grammar(format, known, choice, self._tokenizer.finder.cut, is_parallel=parallel_calls)
         return ChatPrompt(
             text=rendered.text,
             ids=self._encoded(rendered),
             is_thought_open=is_open,
             reasoning_tags=tags,
-            keep_special=self.reasoning_ids if tags else frozenset(),
+            keep_special=(self.reasoning_ids if tags else frozenset()) | (self._call_ids if format else frozenset()),
+            call_format=format,
+            tool_names=names,
+            grammar=grammar,
+        )
+
+    def budget(self, prompt: ChatPrompt, n_tokens: int) -> ReasoningBudget:
+        """Counts one reply's tokens of thought; refused where the reply to this prompt has no thoughts."""
+        if prompt.reasoning_tags is None or not self.supports_thinking:
+            why = "thinking is off" if self.supports_thinking else f"this {self._family} model does not think"
+            raise RequestError(f"a thinking budget of {n_tokens} tokens was asked for, but {why}")
+        return ReasoningBudget(
+            n_tokens,
+            prompt.reasoning_tags,
+            self._tokenizer.stream(prompt.ids, keep_special=prompt.keep_special),
+            prompt.splitter(),
+            lambda text: self._tokenizer.encode(text, parse_special=True, add_bos=False),
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
@@ -168,7 +207,7 @@ class ChatTemplate:
     ) -> _Rendered:
         _check(messages)
         turns = _system_folded(messages) if fold_system else list(messages)
-        given = [self._variables(message) for message in turns]
+        given = self._arranged([self._variables(message) for message in turns])
         marker = self._shield.marker(given, tools, kwargs, self.source)
         variables = {name: self._shield.broken(value, marker) for name, value in kwargs.items()}
         variables["tools"] = self._shield.broken(list(tools), marker) if tools else None
@@ -181,7 +220,9 @@ class ChatTemplate:
             variables["enable_thinking"] = thinking
         for name, id in (("bos_token", self._tokenizer.bos_id), ("eos_token", self._tokenizer.eos_id)):
             variables[name] = "" if id is None else self._tokenizer.vocabulary.text(id)
-        render = self._render_tools if tools else self._render
+        # A conversation that had tools is shown by the template for tools though this request brings none.
+        is_of_tools = bool(tools) or any("tool_calls" in turn for turn in given)
+        render = self._render_tools if is_of_tools else self._render
         return _Rendered(render(variables), marker)
 
     def _encoded(self, rendered: _Rendered) -> list[int]:
@@ -201,6 +242,21 @@ class ChatTemplate:
             return self._opens_thought(self._rendered([Message("user", "Hello")], None, None, True, False, {}))
         except RequestError:  # a template may ask for more than a plain request has
             return False
+
+    def _format_for_calls(self) -> CallFormat:
+        if self.call_format is None:
+            raise RequestError(
+                f"tools were given, but the chat template of this {self._family} model does not tell it to write calls "
+                "in a form that is known: Llama 3, Hermes (Qwen3), Gemma 4"
+            )
+        return self.call_format
+
+    def _arranged(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Calls and results where the template looks for them."""
+        if self._takes_results_inside:
+            return with_results_inside(turns)
+        most = self.call_format.n_a_turn if self.call_format else None
+        return turns if most is None else with_calls_apart(turns, most)
 
     def _variables(self, message: Message) -> dict[str, Any]:
         """The message as templates expect it."""
@@ -250,13 +306,5 @@ def _system_folded(messages: Sequence[Message]) -> list[Message]:
 
 
 def _call_variables(call: ToolCall) -> dict[str, Any]:
-    arguments: Any = call.arguments
-    if isinstance(arguments, str):
-        # Clients send JSON text; most templates want the object, and would quote text a second time.
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    variables: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": arguments}}
+    variables: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
     return variables if call.id is None else {"id": call.id, **variables}

@@ -40,6 +40,16 @@ class ReasoningSplitter:
         # Some models repeat the opening tag that the prompt has already written.
         self._may_repeat_open = is_open
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what has come ends inside a thought."""
+        return self._tags is not None and self._state == "thought"
+
+    @property
+    def n_of_closing(self) -> int:
+        """How many letters of the thought's closing tag have come."""
+        return n_begun(self._held, self._tags.close) if self._tags and self.is_thinking else 0
+
     def push(self, text: str) -> list[tuple[Channel, str]]:
         """Pieces of (channel, text) that have become certain."""
         if self._tags is None:

@@ -60,6 +60,11 @@ class StreamDecoder:
         for id in prompt_ids[-1:]:
             self._walker.step(id)
 
+    @property
+    def is_inside_character(self) -> bool:
+        """Whether bytes of an unfinished character wait."""
+        return bool(self._decoder.getstate()[0])
+
     def push(self, id: int) -> str:
         """The text that has become certain with this token."""
         return self._decoder.decode(self._walker.step(id))

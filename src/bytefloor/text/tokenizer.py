@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 
 from bytefloor.errors import RequestError
 from bytefloor.text import ingredients_directory, ingredients_gguf
+from bytefloor.text.guide import Guide, make_guide
 from bytefloor.text.ingredients import Ingredients
 from bytefloor.text.stream import StreamDecoder, Walker
 from bytefloor.text.vocabulary import TURN_ENDERS, ControlFinder, Kind, Vocabulary
@@ -87,6 +89,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The Jinja source of the default chat template."""
         return self.templates.get("default")
+
+    @cached_property
+    def guide(self) -> Guide:
+        """For grammars. Made when it is first asked for, which takes a second or two for a large vocabulary."""
+        return make_guide(self.vocabulary, self.end_ids, self.suppressed_ids, self.add_space_prefix)
 
     def encode(self, text: str, *, parse_special: bool = False, add_bos: bool | None = None) -> list[int]:
         """Ids of the text. Control tokens written in it become tokens only with `parse_special`.

@@ -20,7 +20,6 @@ TURN_ENDERS = frozenset(
         "<|end_of_turn|>",
         "<end_of_turn>",
         "<turn|>",
-        "<tool_call|>",
         "<|tool_response>",
         "<|end|>",
         "<|eot|>",

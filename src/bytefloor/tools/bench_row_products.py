@@ -1,7 +1,7 @@
 """``bench kernels --rows``: products of many rows of activations two ways, each over weights that no L2 holds.
 
 ``fused``: the kernel ``product_rows``, launched as a chunk of a prompt launches it. ``unpack+cublas``, what it has to
-beat: ``ops/unpack.cu`` writes the matrices of the launch to memory as bf16, and torch.mm multiplies with them. It
+beat: ``ops/unpack_bf16.cu`` writes the matrices of the launch to memory as bf16, and torch.mm multiplies with them. It
 leaves out GLU and rounds its sums to bf16, which is in its favour.
 """
 

@@ -82,4 +82,5 @@ class ReadingBar:
         with self._lock:
             self._is_over = True
             self._timer.cancel()
-            self._bar.stop()
+            if self._bar.live.is_started:  # otherwise some versions of rich end a line where there is no terminal
+                self._bar.stop()

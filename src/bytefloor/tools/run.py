@@ -13,9 +13,13 @@ from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import FileError, RequestError
 from bytefloor.text.chat import ChatPrompt, Message
+from bytefloor.text.grammar import Grammar, GrammarKind, compile_grammar
 from bytefloor.text.reasoning import Channel
 from bytefloor.tools import interrupt
 from bytefloor.tools.session import Answer, as_text, count_tokens, open_with_progress, stream_answer, summary, write
+
+Asked = tuple[GrammarKind, str]
+"""A kind of grammar and its text."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class RunOptions:
     thinking: bool | None
     is_raw: bool
     is_json: bool
+    grammar: Asked | None = None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -36,10 +41,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise RequestError("both -p and -f were given; one of them is enough")
     if file is not None:
-        try:
-            text = as_text(file.read_bytes(), str(file))
-        except OSError as error:
-            raise FileError(f"{file}: cannot be read: {error.strerror}") from None
+        text = _read(file)
     elif prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         text = as_text(sys.stdin.buffer.read(), "standard input")
     elif prompt is not None:
@@ -51,11 +53,41 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
+def read_grammar(json_schema: str | None, grammar: Path | None, regex: str | None) -> Asked | None:
+    """From --json-schema, JSON or a file of it, --grammar or --regex."""
+    given = [flag for flag in (json_schema, grammar, regex) if flag is not None]
+    if len(given) > 1:
+        raise RequestError("more than one of --json-schema, --grammar and --regex was given; an answer follows one")
+    if regex is not None:
+        return "regex", regex
+    if grammar is not None:
+        text = _read(grammar)
+        return ("gbnf" if "::=" in text and grammar.suffix != ".lark" else "lark"), text
+    if json_schema is None:
+        return None
+    return "json_schema", json_schema if json_schema.lstrip()[:1] in ("{", "") else _read(Path(json_schema))
+
+
+def _read(file: Path) -> str:
+    try:
+        return as_text(file.read_bytes(), str(file))
+    except OSError as error:
+        raise FileError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def compiled(opened: Opened, prompt: ChatPrompt, asked: Asked | None) -> Grammar | None:
+    """For the answer to this prompt; a thought before it is free."""
+    if asked is None:
+        return None
+    return compile_grammar(opened.tokenizer, *asked).behind(prompt.reasoning_tags, is_open=prompt.is_thought_open)
+
+
 def answer_once(model: str | None, text: str, options: EngineOptions, asked: RunOptions) -> int:
     """Prints the answer as it comes; the exit status, 1 if it ended in an error and 130 after Ctrl-C."""
     n_tokens = count_tokens(asked.n_tokens)
     opened = open_with_progress(model, options)
     prompt = make_prompt(opened, text, asked)
+    grammar = compiled(opened, prompt, asked.grammar)
     request = Request(
         prompt_ids=tuple(prompt.ids),
         max_tokens=n_tokens,
@@ -63,6 +95,7 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
         stops=asked.stops,
         detects_loops=opened.detects_loops,
         shown_ids=prompt.keep_special,
+        grammar=grammar,
     )
     show = (lambda channel, piece: None) if asked.is_json else Printer()
     answer = stream_answer(opened.engine, request, prompt.splitter(), show)
