@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -22,9 +23,12 @@ import pytest
 
 from bytefloor.engine.loading import Opened
 from bytefloor.errors import KernelError
+from bytefloor.server import process
+from bytefloor.server.service import Service
 from server.live import SHORT, Live, Scripted, eventually, live, scripted
 
 Stage = tuple[Live, Scripted]
+CHAT = "/v1/chat/completions"
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -107,14 +111,12 @@ def test_a_client_that_goes_frees_everything(opened: Opened, when: str, is_strea
 def test_a_step_that_raises_ends_those_that_took_part(stage: Stage) -> None:
     """V05, but for an engine that is not broken: the queued request is served."""
     running, executor = stage
-    executor.gate.clear()
-    executor.failure = RuntimeError("a step went wrong")
-    with asking(running, "one", "two", "three", max_tokens=3) as replies:
-        eventually(lambda: running.service.worker.n_open == 3, "three are there")
-        assert executor.is_inside.wait(10)
-        executor.gate.set()
-    statuses = sorted(reply.result().status_code for reply in replies)
-    assert statuses in ([200, 200, 500], [200, 500, 500])
+    executor.say("".join(chr(97 + i % 26) for i in range(60)), running.n_prompt(), ends=False)
+    executor.pause_s = 0.02
+    with asking(running, "one", "two", "three", "four", max_tokens=40) as replies:
+        eventually(lambda: n_running(running) == (2, 2), "two run and two wait")
+        executor.failure = RuntimeError("a step went wrong")
+    assert sorted(reply.result().status_code for reply in replies) == [200, 200, 500, 500]
     failed = [reply.result() for reply in replies if reply.result().status_code == 500]
     for each in failed:
         assert each.json()["error"]["message"] == "a step of the engine failed: RuntimeError: a step went wrong"
@@ -242,22 +244,41 @@ def test_what_does_not_finish_in_time_is_cut_and_told(opened: Opened, is_streame
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_a_stream_finish_and_ends_the_process(directory: Path, number: int) -> None:
     command = [sys.executable, "-m", "bytefloor.cli", "serve", "-m", str(directory), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"})
     try:
-        assert process.stderr is not None
-        address = next(line for line in process.stderr if line.startswith("http")).split(",")[0].strip()
+        assert child.stderr is not None
+        address = next(line for line in child.stderr if line.startswith("http")).split(",")[0].strip()
         asked = {"messages": user("go on"), "stream": True, "temperature": 0.9, "seed": 1, "max_tokens": 80}
         asked |= {"logit_bias": {"1": -100}}
         with httpx.stream("POST", f"{address}/chat/completions", json=asked, timeout=60) as reply:
             lines = reply.iter_lines()
             seen = [next(lines) for _ in range(6)]
-            process.send_signal(number)
+            child.send_signal(number)
             seen += list(lines)
         assert seen[-2] == "data: [DONE]"
         assert '"finish_reason":"length"' in "".join(seen)
-        assert process.wait(20) == 0
-        events = [json.loads(line)["event"] for line in process.stderr if line.startswith("{")]
+        assert child.wait(20) == 0
+        events = [json.loads(line)["event"] for line in child.stderr if line.startswith("{")]
         assert [event for event in events if event.startswith("stop")] == ["stopping", "stopped"]
     finally:
-        process.kill()
-        process.wait()
+        child.kill()
+        child.wait()
+
+
+def test_a_broken_engine_ends_the_process_with_status_1(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V05: whoever supervises it starts another."""
+    monkeypatch.setattr(process, "GRACE_S", 0.5)
+    engine, executor = scripted(opened)
+    executor.failure = KernelError("gone")
+    service, bound = Service(engine, SHORT), process.bind("127.0.0.1", 0)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=30)
+
+    def ask() -> list[int]:
+        eventually(lambda: service.worker._loop is not None, "started")
+        return [client.post(CHAT, json={"messages": user("hi")}).status_code, client.get("/health").status_code]
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        assert asyncio.run(process.serve(service, bound)) == 1
+        assert asked.result() == [500, 503]
+    client.close()
