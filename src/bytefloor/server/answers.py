@@ -12,6 +12,8 @@ from bytefloor.engine.request import Finish
 from bytefloor.engine.sampler import Sampled
 from bytefloor.server.asked import Asked
 from bytefloor.text.reasoning import Channel
+from bytefloor.text.reply import CallArguments, CallBegin, Text, collected
+from bytefloor.text.reply import Event as Piece
 from bytefloor.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -25,7 +27,7 @@ class Event:
     """What one step made known of a choice, named by its place. queue_s: with the finish, how long it had waited."""
 
     choice: int
-    pieces: Sequence[tuple[Channel, str]]
+    pieces: Sequence[Piece]
     sampled: Sampled | None
     finish: Finish | None = None
     queue_s: float = 0.0
@@ -35,7 +37,7 @@ class Event:
 class _Record:
     """A choice so far. n_characters: of the tokens' own text, for `text_offset`."""
 
-    texts: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in _FIELDS.values()})
+    pieces: list[Piece] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
     n_characters: int = 0
     finish: Finish | None = None
@@ -57,18 +59,15 @@ class Answer:
     def take(self, event: Event) -> Json | None:
         """Note an event; what it adds to the choice, None for nothing that could be seen."""
         record = self._records[event.choice]
-        pieces: dict[str, str] = {}
-        for channel, text in event.pieces:
-            pieces[_FIELDS[channel]] = pieces.get(_FIELDS[channel], "") + text
-        for name, text in pieces.items():
-            record.texts[name].append(text)
+        record.pieces += event.pieces
+        pieces = _delta(event.pieces)
         logprobs = self._logprobs(event, record)
         record.logprobs += logprobs
         record.finish = event.finish or record.finish
         record.queue_s = event.queue_s or record.queue_s
         if not pieces and not logprobs and event.finish is None:
             return None
-        return {**self._piece(event.choice, pieces, logprobs), **_ending(event.finish)}
+        return {**self._piece(event.choice, pieces, logprobs), **_ending(event.finish, record.pieces)}
 
     def opening(self) -> list[Json]:
         """The chunks before any token: in a chat, who speaks."""
@@ -158,21 +157,24 @@ class Answer:
         usage = {"usage": None} if self._asked.includes_usage else {}
         return {**head, "choices": [] if choice is None else [choice], **usage}
 
-    def _piece(self, place: int, pieces: dict[str, str], logprobs: list[Json]) -> Json:
+    def _piece(self, place: int, pieces: Json, logprobs: list[Json]) -> Json:
         shown = self._shown(logprobs) if logprobs else None
         if self._is_chat:
             return {"index": place, "delta": pieces, "logprobs": shown}
         return {"index": place, "text": pieces.get("content", ""), "logprobs": shown}
 
     def _whole_choice(self, place: int, record: _Record) -> Json:
-        texts = {name: "".join(parts) for name, parts in record.texts.items()}
+        reply = collected(record.pieces)
         logprobs = self._shown(record.logprobs) if self._asked.has_logprobs else None
-        ending = {"logprobs": logprobs, **_ending(record.finish)}
+        ending = {"logprobs": logprobs, **_ending(record.finish, record.pieces)}
         if not self._is_chat:
-            return {"index": place, "text": texts["content"], **ending}
-        message: Json = {"role": "assistant", "content": texts["content"], "refusal": None}
-        if texts["reasoning_content"]:
-            message["reasoning_content"] = texts["reasoning_content"]
+            return {"index": place, "text": reply.content, **ending}
+        content = None if reply.calls and not reply.content else reply.content
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in reply.calls]
         return {"index": place, "message": message, **ending}
 
     def _logprobs(self, event: Event, record: _Record) -> list[Json]:
@@ -210,7 +212,32 @@ def _name(entry: Json) -> str:
     return entry["token"] if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _ending(finish: Finish | None) -> Json:
+def _call(id: str, name: str, arguments: str) -> Json:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _delta(pieces: Sequence[Piece]) -> Json:
+    """What pieces add to a message: texts, and calls by their index."""
+    delta: Json = {}
+    calls: list[Json] = []
+    for piece in pieces:
+        match piece:
+            case Text(channel, text):
+                delta[_FIELDS[channel]] = delta.get(_FIELDS[channel], "") + text
+            case CallBegin(index, id, name):
+                calls.append({"index": index, **_call(id, name, "")})
+            case CallArguments(index, text):
+                if calls and calls[-1]["index"] == index:
+                    calls[-1]["function"]["arguments"] += text
+                else:
+                    calls.append({"index": index, "function": {"arguments": text}})
+    return {**delta, "tool_calls": calls} if calls else delta
+
+
+def _ending(finish: Finish | None, pieces: Sequence[Piece]) -> Json:
+    """pieces: the choice's. Why what looked like a call is text stands behind the detail."""
     if finish is None:
         return {"finish_reason": None}
-    return {"finish_reason": _REASONS[finish.reason], "finish_detail": finish.detail}
+    reply = collected(pieces)
+    reason = "tool_calls" if reply.calls and finish.reason == "stop" else _REASONS[finish.reason]
+    return {"finish_reason": reason, "finish_detail": "; ".join((finish.detail, *reply.notes))}

@@ -1,14 +1,11 @@
-"""From a body to what the engine is asked: the one place where fields become requests and ways to read answers.
-
-Whoever adds a feature (tools) gives `Choice.request` what the engine needs and `Choice.parser` what reads
-the answer, and takes its fields out of `_refuse_for_now`.
-"""
+"""From a body to what the engine is asked: the one place where fields become requests and ways to read answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
@@ -20,8 +17,9 @@ from bytefloor.server.sampling import in_range, sampling_params
 from bytefloor.server.served import Served
 from bytefloor.server.structured import grammar_of
 from bytefloor.text.chat import ChatPrompt
-from bytefloor.text.reasoning import Channel
+from bytefloor.text.reply import ReplySplitter
 from bytefloor.text.stop import StopMatcher
+from bytefloor.text.tools import ToolChoice, read_choice, read_tools
 
 MAX_N, MAX_CHOICES = 16, 64
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
@@ -30,24 +28,12 @@ COMPLETION_TOKENS = 16
 _COUNT_MAX = 2**31 - 1
 
 
-class OutputParser(Protocol):
-    """Routes the text of one answer into channels, as it comes."""
-
-    def push(self, text: str) -> list[tuple[Channel, str]]:
-        """What has become certain."""
-        ...
-
-    def finish(self) -> list[tuple[Channel, str]]:
-        """What was held back."""
-        ...
-
-
 @dataclass(frozen=True)
 class Choice:
     """One answer that is wanted. prompt: which of the body's prompts it continues."""
 
     request: Request
-    parser: OutputParser
+    parser: ReplySplitter
     prompt: int = 0
 
 
@@ -78,7 +64,7 @@ def ask_chat(body: ChatBody, served: Served) -> Asked:
     prompt = chat_prompt(body, served)
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
     request = _request(body, served, prompt, body.max_completion_tokens or body.max_tokens, n_logprobs, "messages")
-    choices = _choices(body, request, prompt.splitter)
+    choices = _choices(body, request, prompt)
     return _asked("chat", body, choices, bool(body.logprobs))
 
 
@@ -95,7 +81,7 @@ def ask_completion(body: CompletionBody, served: Served) -> Asked:
     choices: list[Choice] = []
     for place, (at, prompt) in enumerate(_plain_prompts(body.prompt, served)):
         request = _request(body, served, prompt, max_tokens, body.logprobs or 0, at)
-        choices += _choices(body, request, prompt.splitter, place)
+        choices += _choices(body, request, prompt, place)
         if len(choices) > MAX_CHOICES:
             raise bad_field("prompt", f"prompts times n make more than {MAX_CHOICES} answers, the most there may be")
     return _asked("text", body, choices, body.logprobs is not None)
@@ -103,19 +89,38 @@ def ask_completion(body: CompletionBody, served: Served) -> Asked:
 
 def chat_prompt(body: ChatBody | TemplateBody, served: Served, add_generation_prompt: bool = True) -> ChatPrompt:
     """The messages through the model's template. Refusal 400 with the template's words where it refuses."""
-    _refuse_for_now(body, "tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _not_supported("tool_choice")
     if served.template is None:
         raise bad_field("messages", served.template_advice, "no_chat_template")
     kwargs = template_kwargs(body.chat_template_kwargs)
-    messages = as_messages(body.messages)
+    messages, choice = as_messages(body.messages), _tool_choice(body)
     try:
-        return served.template.prepare(messages, add_generation_prompt=add_generation_prompt, **kwargs)
+        return served.template.prepare(
+            messages,
+            tools=body.tools or None,
+            tool_choice=choice,
+            parallel_calls=body.parallel_tool_calls is not False,
+            add_generation_prompt=add_generation_prompt,
+            **kwargs,
+        )
     except RequestError as error:
-        raise bad_field("messages", str(error)) from None
+        at = "tools" if str(error).startswith("tool") else "messages"
+        raise bad_field(at, str(error)) from None
     except RecursionError:
         raise bad_field("messages", "messages or chat_template_kwargs are nested too deeply") from None
+
+
+def _tool_choice(body: ChatBody | TemplateBody) -> ToolChoice:
+    """Refusal 400 for tools that are none, and for a choice that no call could satisfy."""
+    if not isinstance(body.tools, list | None):
+        raise bad_field("tools", f"tools: expected a list, found {type(body.tools).__name__}")
+    try:
+        known = read_tools(body.tools or ())
+    except RequestError as error:
+        raise bad_field("tools", str(error)) from None
+    try:
+        return read_choice(body.tool_choice, known)
+    except RequestError as error:
+        raise bad_field("tool_choice", str(error)) from None
 
 
 def _refuse_for_now(body: Body, *names: str) -> None:
@@ -165,17 +170,18 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return stops
 
 
-def _choices(
-    body: GenerationFields, request: Request, make_parser: Callable[[], OutputParser], prompt: int = 0
-) -> list[Choice]:
+def _choices(body: GenerationFields, request: Request, prompt: ChatPrompt, place: int = 0) -> list[Choice]:
     """n of them. With a seed the i-th has the i-th seed after it, or all would be alike."""
     in_range("n", body.n, int, 1, MAX_N)
 
-    def sampling(place: int) -> SamplingParams:
+    def sampling(nth: int) -> SamplingParams:
         seed = request.sampling.seed
-        return request.sampling if seed is None else replace(request.sampling, seed=(seed + place) % 2**64)
+        return request.sampling if seed is None else replace(request.sampling, seed=(seed + nth) % 2**64)
 
-    return [Choice(replace(request, sampling=sampling(place)), make_parser(), prompt) for place in range(body.n or 1)]
+    return [
+        Choice(replace(request, sampling=sampling(nth)), prompt.reply(secrets.token_hex(12)), place)
+        for nth in range(body.n or 1)
+    ]
 
 
 def _asked(kind: str, body: GenerationFields, choices: Sequence[Choice], has_logprobs: bool) -> Asked:

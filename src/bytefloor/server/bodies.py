@@ -123,10 +123,10 @@ class ChatBody(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Of features that are not there yet.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    # Of features that are not there.
     functions: Any = None
     function_call: Any = None
     reasoning_effort: Any = None
@@ -148,7 +148,6 @@ class TemplateBody(Body):
 
     messages: list[MessageBody]
     chat_template_kwargs: dict[str, Any] | None = None
-    # Of features that are not there yet.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

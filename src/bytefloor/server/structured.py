@@ -18,17 +18,21 @@ MOST_KEPT = 64
 
 
 def grammar_of(body: GenerationFields, prompt: ChatPrompt, grammars: Grammars) -> Grammar | None:
-    """What the answer has to be, from response_format, grammar or regex; behind a thought where the prompt lets one be.
+    """What the answer has to be, from response_format, grammar or regex, or from a tool that must be called; behind a
+    thought where the prompt lets one be.
 
     Refusal 400 with the field's name, and the path inside a schema, for what cannot be held to.
     """
     asked = [name for name in ("response_format", "grammar", "regex") if getattr(body, name) is not None]
     if len(asked) > 1:
         raise bad_field(asked[1], f"{' and '.join(asked)} are given together: an answer has one form")
-    if not asked:
-        return None
-    name = asked[0]
-    found = _wanted(name, getattr(body, name))
+    found = _wanted(asked[0], getattr(body, asked[0])) if asked else None
+    if found is not None and prompt.call_format is not None:
+        name = asked[0]
+        message = f"{name} and tools are given together: an answer has one form, unless tool_choice is 'none'"
+        raise bad_field(name, message)
+    if prompt.grammar is not None:
+        found = prompt.grammar.kind, prompt.grammar.source, "tools"
     if found is None:
         return None
     kind, source, at = found
