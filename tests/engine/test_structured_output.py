@@ -215,9 +215,10 @@ def test_the_mask_is_made_while_the_executor_is_at_work(engine: Engine) -> None:
 
 def _one_row(engine: Engine):
     from bytefloor.engine.batch import Batch
+    from bytefloor.engine.cache import SequenceCache
 
-    batch = Batch()
-    engine._empty_cache().append_rows(batch, [5], [0])
+    batch, executor = Batch(), engine.executor
+    SequenceCache(executor.plan, executor.step.kinds, engine._pages.pools).append_rows(batch, [5], [0])
     return batch
 
 
