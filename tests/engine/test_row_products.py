@@ -32,7 +32,7 @@ SEGMENTS: dict[str, tuple[Sequence[str], str | None]] = {
     "Q6_K": (("Q6_K",), None),
     "BF16": (("BF16",), None),
 }
-MOST_SPILLED = {128: 16}
+MOST_SPILLED = {128: 8}
 """Bytes, for Hopper: four warpgroups that multiply have 112 registers a thread, and an address may wait in local
 memory. Every other tile keeps all."""
 
