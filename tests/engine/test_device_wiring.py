@@ -16,6 +16,7 @@ from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.planner import Launch
+from bytefloor.engine.row_planner import RowPlanner
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import CapacityError, FileError, UnsupportedError
 from bytefloor.files.stored import Checkpoint, StoredTensor
@@ -322,3 +323,20 @@ def test_a_value_that_is_not_finite_is_refused_with_its_tensors_name(
     model = load_model(broken)
     with pytest.raises(FileError, match=rf"{name}.*(not finite|NaN)"):
         make(build_step(model.config, model.weights, DEVICE_ROUNDING))
+
+
+def test_every_kernel_of_any_chunk_is_compiled_at_the_start(make: Make, step: Step) -> None:
+    """Those of more rows than the largest tile too, which are looked at for none of their own."""
+    executor = make(step)
+    whole = RowPlanner(
+        executor._prompts._planner.fused, executor.weights, CachePlan(1024, 800), executor.pools, 800,
+        torch.device("cpu"),
+    )  # fmt: skip
+    assert whole.paddings[-1] == 1024
+    used = {
+        launch.kernel
+        for pitch in whole.paddings
+        for launch in [*whole.walk(pitch).trunk, *whole.walk(pitch).head(pitch).launches]
+        if isinstance(launch, Launch)
+    }
+    assert used == set(whole.specs())

@@ -22,7 +22,7 @@ from bytefloor.engine.row_launches import (
     plan_heads_rows,
     plan_norm_rows,
 )
-from bytefloor.engine.row_products import RowProduct, pad_rows, row_paddings
+from bytefloor.engine.row_products import TILES, RowProduct, pad_rows, row_paddings
 from bytefloor.formats.lanes import STEP
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedPerLayer, FusedProduct
 from bytefloor.model.step import OpCall
@@ -138,9 +138,9 @@ class RowPlanner:
         return Walk(self, pitch)
 
     def specs(self) -> list[KernelSpec]:
-        """Every kernel that any chunk takes."""
+        """Every kernel that any chunk takes: beyond the largest tile rows add blocks and no kernels."""
         found: dict[KernelSpec, None] = {}
-        for pitch in self.paddings:
+        for pitch in [pitch for pitch in self.paddings if pitch <= TILES[-1].n_rows]:
             walk = self.walk(pitch)
             launches = [*walk.trunk, *walk.head(pitch, is_real=False).launches]
             found |= {launch.kernel: None for launch in launches if isinstance(launch, Launch)}
