@@ -65,3 +65,11 @@ def test_an_error_does_not_wait_for_kernels_not_begun(compiled: list[str]) -> No
     with pytest.raises(KernelError, match="kernel 13"):
         load_kernels(specs, "sm_90a")
     assert len(compiled) < 2000
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
+def test_a_number_that_32_bits_do_not_hold_is_refused(number: int) -> None:
+    """Floats from one plane of a chunk to the next could be as many."""
+    with pytest.raises(KernelError, match=f"argument {number} of a kernel"):
+        kernels._stored(number)
+    assert kernels._stored(2**31 - 1).value == 2**31 - 1

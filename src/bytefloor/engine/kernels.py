@@ -187,8 +187,10 @@ class Kernel:
 
 
 def _stored(argument: Any) -> ctypes.c_int | ctypes.c_void_p:
-    """An argument as the driver copies it."""
+    """An argument as the driver copies it. KernelError for a number that 32 bits do not hold, which C would cut."""
     if isinstance(argument, int):
+        if not -(2**31) <= argument < 2**31:
+            raise KernelError(f"argument {argument} of a kernel: expected a number of 32 bits")
         return ctypes.c_int(argument)
     return ctypes.c_void_p(0 if argument is None else argument.data_ptr())
 
