@@ -27,18 +27,10 @@ from bytefloor.formats import stream
 from bytefloor.model.fuse import FusedAttention, FusedProduct
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
+from cards import CARDS
 
 MOST_SPILLED_BYTES = 64
 REGISTERS = 65536
-KB = 1024
-CARDS = {
-    "sm_80": Card(108, 164 * KB),
-    "sm_86": Card(84, 100 * KB),
-    "sm_89": Card(128, 100 * KB),
-    "sm_90a": Card(132, 228 * KB),
-    "sm_100a": Card(148, 228 * KB),
-    "sm_120a": Card(170, 100 * KB),
-}
 H200 = CARDS["sm_90a"]
 MULTIPROCESSORS = H200.n_multiprocessors
 PLAN = CachePlan(capacity=32768, chunk=64)

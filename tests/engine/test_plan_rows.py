@@ -12,18 +12,11 @@ from bytefloor.engine.launches import RESERVED_BYTES, Card
 from bytefloor.engine.plan_rows import attention_items, plan_attention_rows
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.step import CacheKind
+from cards import CARDS
 from flash_twin import RowsBatch
 from kernel_twins import TwinDevice, TwinKernel
 
 KB = 1024
-CARDS = {
-    "sm_80": Card(108, 164 * KB),
-    "sm_86": Card(84, 100 * KB),
-    "sm_89": Card(128, 100 * KB),
-    "sm_90a": Card(132, 228 * KB),
-    "sm_100a": Card(148, 228 * KB),
-    "sm_120a": Card(170, 100 * KB),
-}
 PLAN = CachePlan(capacity=32768, chunk=2048)
 REPRESENTATIVE = [
     # head size, query heads, kv heads, window, storage, lanes that turn

@@ -9,7 +9,7 @@ import pytest
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, compile_kernel
-from bytefloor.engine.launches import RESERVED_BYTES, Card
+from bytefloor.engine.launches import RESERVED_BYTES
 from bytefloor.engine.row_launches import (
     glu_rows_grid,
     heads_rows_grid,
@@ -22,16 +22,8 @@ from bytefloor.errors import UnsupportedError
 from bytefloor.model.fuse import FusedAttention
 from bytefloor.model.step import CacheKind, CacheLayer, OpCall
 from bytefloor.ops import OPS
+from cards import CARDS
 
-KB = 1024
-CARDS = {
-    "sm_80": Card(108, 164 * KB),
-    "sm_86": Card(84, 100 * KB),
-    "sm_89": Card(128, 100 * KB),
-    "sm_90a": Card(132, 228 * KB),
-    "sm_100a": Card(148, 228 * KB),
-    "sm_120a": Card(170, 100 * KB),
-}
 PLAN = CachePlan(capacity=32768, chunk=2048)
 WIDTHS = (576, 640, 1152, 2560, 3840, 4096, 5376, 8192)
 
