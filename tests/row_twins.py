@@ -133,7 +133,7 @@ class RowTwins:
 
     def product_rows(
         self, tiles: Tensor, w0: Tensor, w1: Tensor | None, w2: Tensor | None, n0: int, n1: int, n2: int, out: Tensor,
-        n_rows: int, pitch: int, stride: int, steps: int, splits: int,
+        n_rows: int, pitch: int, stride: int, steps: int, splits: int, adds: int,
     ) -> None:  # fmt: skip
         """Parts of K but the first are zero: their sum is what counts."""
         pairs = [(w, n) for w, n in ((w0, n0), (w1, n1), (w2, n2)) if w is not None]
@@ -144,5 +144,7 @@ class RowTwins:
             write_tiles(out, OPS["glu"].reference(y[:, 0::2], y[:, 1::2], ACTIVATIONS[self.n("GLU")]), stride)
             return
         planes = out.as_strided((splits, n_rows, y.shape[1]), (n_rows * stride, stride, 1))
-        planes.zero_()
-        planes[0] = y
+        assert not adds or splits == 1
+        if not adds:
+            planes.zero_()
+        planes[0] += y

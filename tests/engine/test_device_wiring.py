@@ -17,6 +17,7 @@ from bytefloor.engine.kernels import SOURCES
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.row_planner import RowPlanner
+from bytefloor.engine.row_products import RowProduct
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import CapacityError, FileError, UnsupportedError
 from bytefloor.files.stored import Checkpoint, StoredTensor
@@ -340,3 +341,20 @@ def test_every_kernel_of_any_chunk_is_compiled_at_the_start(make: Make, step: St
         if isinstance(launch, Launch)
     }
     assert used == set(whole.specs())
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("family", list(SHAPES))
+def test_outputs_go_straight_into_the_residual_where_no_norm_stands_between(
+    make: Make, family: str, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And K is whole: parts of it come from blocks that nobody puts in order."""
+    monkeypatch.setattr(RowProduct, "splits", lambda *_: 1 if is_whole else 2)
+    model = load_model(checkpoint_of(family, SHAPES[family], "Q4_K_M", "cpu"))
+    executor = make(build_step(model.config, model.weights, DEVICE_ROUNDING))
+    walk = executor._prompts._planner.walk(128)
+    products = [each for each in walk.trunk if isinstance(each, Launch) and each.kernel.name == "product_rows"]
+    adding = [launch for launch in products if launch.arguments[-1]]
+    assert len(adding) == (2 * SHAPES[family].n_layers if is_whole and family in ("llama", "qwen3") else 0)
+    if is_whole:
+        check_chunks(executor, IDS, (23, 70), TIES)

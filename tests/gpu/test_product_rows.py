@@ -47,8 +47,9 @@ def run(
     x: Tensor,
     splits: int,
     activation: str | None,
+    onto: Tensor | None = None,
 ) -> Tensor:
-    """Float32 [T, N] of rows x [T, K]: outputs beyond them must stay NaN."""
+    """Float32 [T, N] of rows x [T, K]: outputs beyond them must stay NaN. onto: what outputs are added to."""
     n_rows, k = x.shape
     pitch, card = pad_rows(n_rows), Card(torch.cuda.get_device_properties(0).multi_processor_count)
     product = RowProduct(tuple(form for form, _ in weights), tuple(sizes), k, activation)
@@ -63,12 +64,14 @@ def run(
     grid, steps = (product.n_blocks(splits, pitch, card), 1), ceil_div(k, 64)
     if activation:
         out = torch.full((ceil_div(n // 2, 64), pitch // 8, 8, 64), NAN, device="cuda", dtype=torch.bfloat16)
-        launch(kernel, grid, *common, out, n_rows, pitch, pitch, steps, 1)
+        launch(kernel, grid, *common, out, n_rows, pitch, pitch, steps, 1, False)
         rows = from_row_tiles(out, pitch, ceil_div(n // 2, 64) * 64)
         assert not bool(rows[:n_rows, n // 2 :].any())
         return rows[:n_rows, : n // 2]
     out = torch.full((splits, n_rows, n + 8), NAN, device="cuda")
-    launch(kernel, grid, *common, out, n_rows, pitch, n + 8, steps, splits)
+    if onto is not None:
+        out[0, :, :n] = onto
+    launch(kernel, grid, *common, out, n_rows, pitch, n + 8, steps, splits, onto is not None)
     assert bool(out[:, :, n:].isnan().all())
     return out[:, :, :n].sum(0)
 
@@ -95,6 +98,14 @@ def test_columns_in_parts(splits: int) -> None:
     for n_rows in (20, 100, 260):
         x = torch.randn(n_rows, 4096, device="cuda")
         check(run([(form, packed)], [272], x, splits, None), x, weight)
+
+
+def test_outputs_that_are_added_to_what_is_there() -> None:
+    form, packed, _ = matrix("Q4_K", 272, 1024)
+    for n_rows in (20, 100, 260):
+        x, onto = torch.randn(n_rows, 1024, device="cuda"), torch.randn(n_rows, 272, device="cuda") * 100
+        alone = run([(form, packed)], [272], x, 1, None)
+        assert torch.equal(run([(form, packed)], [272], x, 1, None, onto), onto + alone)
 
 
 @pytest.mark.parametrize("k", [576, 640, 1152, 2560, 5376])

@@ -195,6 +195,21 @@ def test_a_broken_kernel_fails_the_bench(
         list(bench("synthetic:tiny/Q4_K_M", OPTIONS))
 
 
+def test_the_layer_behind_a_slightly_wrong_kernel_is_named(
+    twins: kernel_twins.TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twentieth of what attention gives is little beside the residual, and too much for any rounding."""
+    right = kernel_twins.TwinKernel.attention_rows
+
+    def wrong(self, *arguments):
+        right(self, *arguments)
+        arguments[5].mul_(0.8)
+
+    monkeypatch.setattr(kernel_twins.TwinKernel, "attention_rows", wrong)
+    with pytest.raises(NumericalError, match="keys and values of layer 1 of the decode kernels differ"):
+        list(bench("synthetic:tiny/Q4_K_M", OPTIONS))
+
+
 def test_lengths_that_do_not_fit_are_left_out_and_nothing_left_is_refused(twins: kernel_twins.TwinDevice) -> None:
     options = replace(OPTIONS, depths=(0, 5000), n_prompt=())
     assert [row.depth for row in bench("synthetic:tiny/Q4_K_M", options)] == [0, 0]

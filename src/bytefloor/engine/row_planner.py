@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -195,6 +196,12 @@ def _n_heads(fused: FusedAttention) -> int:
     return n_heads
 
 
+def _adders(fused: Sequence[Fused]) -> frozenset[int]:
+    """Products whose outputs the residual takes up as they are: where K is whole they can be added to it at once."""
+    products = [call for call in fused if isinstance(call, FusedProduct)]
+    return frozenset(id(one) for one, then in pairwise(products) if then.has_delta and then.post_norm is None)
+
+
 class Walk:
     """One walk over the fused list: where the values of each call lie is what it carries along.
 
@@ -211,6 +218,7 @@ class Walk:
         self.tiles: Tensor | None = None  # what the next product without a norm reads
         self.per_layer: Tensor | None = None
         self.n_per_layer = 0
+        self._adders = _adders(planner.fused)
         self.trunk = self._trunk()
 
     def _trunk(self) -> list[RowStep]:
@@ -324,6 +332,8 @@ class Walk:
             self.tiles = self._tiles("gated", n // 2, self.pitch)
             launch, _ = self._multiply(fused, product, tiles, self.pitch, splits, self.tiles)
             return [*steps, launch]
+        if splits == 1 and id(fused) in self._adders:
+            return [*steps, self._multiply(fused, product, tiles, self.pitch, splits, self.x, adds=True)[0]]
         out = p._room("planes", splits * self.pitch * n, torch.float32)
         launch, self.delta = self._multiply(fused, product, tiles, self.pitch, splits, out)
         steps.append(launch)
@@ -332,16 +342,17 @@ class Walk:
         return steps
 
     def _multiply(
-        self, fused: FusedProduct, product: RowProduct, tiles: Tensor, n_rows: int, splits: int, out: Tensor
-    ) -> tuple[Launch, Planes]:
-        """out: planes, or with an activation row tiles, whose stride is their pitch."""
+        self, fused: FusedProduct, product: RowProduct, tiles: Tensor, n_rows: int, splits: int, out: Tensor,
+        adds: bool = False,
+    ) -> tuple[Launch, Planes]:  # fmt: skip
+        """out: planes, or with an activation row tiles, whose stride is their pitch. adds: to what is there."""
         p, sizes, missing = self.p, product.sizes, 3 - len(product.sizes)
         packed = [p.weights.packed(matrix(call)) for call in fused.products[: len(sizes)]]
         n, steps = sum(sizes), ceil_div(product.k, STEP)
         stride = n_rows if product.activation else n
         common = (tiles, *packed, *[None] * missing, *sizes, *[0] * missing)
         grid = (product.n_blocks(splits, n_rows, p.card), 1)
-        arguments = (*common, out, n_rows, n_rows, stride, steps, splits)
+        arguments = (*common, out, n_rows, n_rows, stride, steps, splits, adds)
         launch = Launch(fused.part, product.kernel(n_rows, p.card), grid, arguments)
         return launch, Planes(out, splits, n, n_rows * n)
 

@@ -3,7 +3,7 @@
 //
 // x: bf16 row tiles [K / 64][pitch / 8][8][64], see row_tiles.cuh. Up to three matrices in one launch, each packed as its own form says:
 // w0 .. w2, n0 .. n2 rows each (0: none), side by side in y. y float32 [splits][n_rows][y_stride]: parts of the sum over K, which
-// the consumer adds in order; or with GLU, where rows of gate and up alternate, bf16 row tiles of act(gate) * up, y_stride their pitch,
+// the consumer adds in order; with `adds`, where K is whole, y += instead; or with GLU, where rows of gate and up alternate, bf16 row tiles of act(gate) * up, y_stride their pitch,
 // whole tiles with zeros beyond the last output and anything beyond the last row.
 // Approximate: a weight is rounded to bf16 once (its last float32 bit may differ before), an activation was.
 //
@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& ri
 // come from four warps, so they meet in shared memory, from where whole tiles go to y while the next item begins.
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
-__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8* staged, const Item& item, int n_rows, int pitch, const Lane& at,
+__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8* staged, const Item& item, int n_rows, int pitch, bool, const Lane& at,
                                       int warp) {
     bool is_up = at.g & 1, is_late = at.g >> 1 & 1;
     int outputs = item.n / 2, column = item.row / 2 + warp * 8, row = 2 * at.t + is_up;
@@ -266,7 +266,15 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8* 
     }
 }
 #else
-__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8*, const Item& item, int n_rows, int y_stride, const Lane& at,
+// Nobody else adds to it, so the sum is that of a load and a store, which would wait for the load; but for subnormal
+// numbers, which become zero.
+__device__ __forceinline__ void put(float* to, float value, bool adds) {
+    if (adds)
+        asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+    else
+        *to = value;
+}
+__device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8*, const Item& item, int n_rows, int y_stride, bool adds, const Lane& at,
                                       int warp) {
     float* out = (float*)y + ((size_t)item.split * n_rows + item.first_x + 2 * at.t) * y_stride + item.column + warp * 16 + at.g;
     int left = n_rows - item.first_x - 2 * at.t, row = item.row + warp * 16 + at.g;
@@ -276,8 +284,8 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8*,
         for (int j = 0; j < 2; j++)
             if (i * 8 + j < left) {
                 float* to = out + (size_t)(i * 8 + j) * y_stride;
-                if (row < item.n) to[0] = c[i][j];
-                if (row + 8 < item.n) to[8] = c[i][2 + j];
+                if (row < item.n) put(to, c[i][j], adds);
+                if (row + 8 < item.n) put(to + 8, c[i][2 + j], adds);
             }
 }
 #endif
@@ -289,7 +297,7 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8*,
 #endif
 extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCKS)
     product_rows(const u8* x, const u8* w0, const u8* w1, const u8* w2, int n0, int n1, int n2, u8* y, int n_rows, int pitch, int y_stride,
-                 int steps, int splits) {
+                 int steps, int splits, int adds) {
     extern __shared__ u8 shared[];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = rank_in_cluster();
     Rings rings;
@@ -333,7 +341,7 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCK
     if (segments >> item.segment & 1) multiply_item<__VA_ARGS__>(c, rings, item, at, warp);
         SEGMENTS
 #undef S
-        store(c, y, rings.base + AT_STAGED, item, n_rows, y_stride, at, warp);
+        store(c, y, rings.base + AT_STAGED, item, n_rows, y_stride, adds, at, warp);
     }
     if (GLU && threadIdx.x == 0) wait_stores<false>();
     synchronise_cluster();  // nobody ends while another may still write to its shared memory

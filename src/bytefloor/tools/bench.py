@@ -32,6 +32,7 @@ from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.step import Step
 from bytefloor.ops.pages import randomise
+from bytefloor.tools.bench_check import check_kernels
 from bytefloor.tools.bench_prompt import PromptSpeed, empty_cache, measure_prompt
 from bytefloor.tools.bench_rows import (
     Row,
@@ -55,10 +56,6 @@ from bytefloor.tools.bench_together import (
 from bytefloor.tools.models import find_model
 
 WARM_UP = 8
-MOST_LOGIT_ERROR = {"float32": 1e-3, "bf16": 0.5, "int8": 0.5, "fp8": 0.5}
-"""Relative error of logits, with room, by what the cache keeps: what one row and several differ by in the last bits,
-and what a deep random model makes of other roundings: of a random Llama 3.1 8B in float32 alone, a cache of bf16 moves
-logits by 9 % of their norm, activations of bf16 by 12 %. A kernel that is wrong gives 1 and more."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     say(opened.notices)
     batches = those_that_fit_together(opened.executor, options.batches, options.n_gen)
     runner = _Runner(opened, options, limit, peak_tflops)
-    runner.check_kernels()
+    check_kernels(opened.executor)
     for depth in depths:
         for n in batches:
             if n > 1:
@@ -273,36 +270,6 @@ class _Runner:
         again = launched(self.executor, self._cache_at(depth), FIRST_TOKEN)
         if min(replayed) < 0 or replayed != again:
             raise NumericalError(f"depth {depth}: tokens {replayed} replayed, {again} one by one: a kernel is wrong")
-
-    def check_kernels(self) -> None:
-        """The last logits of a short prompt row by row and all rows at once: on a device that is through the kernels of
-        decoding and through those of many rows, which share no product and no attention.
-
-        NumericalError when they differ by more than roundings can explain: a speed is worth nothing without it.
-        """
-        is_device = isinstance(self.executor, DeviceExecutor)
-        n = MOST_ROWS_ONE_BY_ONE + 8 if is_device else CHECKED
-        most = MOST_LOGIT_ERROR[self.executor.step.kinds[0].storage]
-        ids = [(FIRST_TOKEN + 7 * i) % 200 for i in range(n)]
-        at_once, by_row = (self._last_logits(ids, chunk) for chunk in (n, 1))
-        error = float((by_row - at_once).norm() / at_once.norm())
-        # NaN fails too: it compares false with everything.
-        if not error < most:
-            whose = "the decode kernels" if is_device else "rows one by one"
-            other, culprit = ("those of many rows", "a kernel") if is_device else ("all rows at once", "an operation")
-            raise NumericalError(
-                f"logits of {whose} differ from {other} by {error:.3g}, expected below {most}: {culprit} is wrong"
-            )
-
-    def _last_logits(self, ids: list[int], chunk: int) -> torch.Tensor:
-        cache = self._cache_at(0)
-        logits = torch.empty(0)
-        for start in range(0, len(ids), chunk):
-            rows, batch = ids[start : start + chunk], Batch()
-            cache.append_rows(batch, rows, [len(rows) - 1])
-            logits = self.executor.run(batch)[0].clone()
-            cache.commit(len(rows))
-        return logits
 
     def decode(self, depth: int) -> Row:
         """Best tokens a second at a depth."""

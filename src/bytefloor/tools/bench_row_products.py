@@ -234,7 +234,8 @@ def fused_launches(copies: Sequence[Matrices], n_rows: int, device: torch.device
     else:
         stride = pitch
         out = torch.empty(ceil_div(n // 2, STEP) * STEP * pitch, dtype=torch.bfloat16, device=device)
-    grid, rest = (product.n_blocks(splits, pitch, card), 1), (out, pitch, pitch, stride, ceil_div(k, STEP), splits)
+    grid = product.n_blocks(splits, pitch, card), 1
+    rest = (out, pitch, pitch, stride, ceil_div(k, STEP), splits, False)
     return [
         Launch(FUSED, kernel, grid, (tiles, *copy.packed, *[None] * missing, *sizes, *[0] * missing, *rest))
         for copy in copies
