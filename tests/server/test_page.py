@@ -439,3 +439,6 @@ def test_everything_has_a_name_for_those_who_hear_the_page(stage: Stage, page: C
     ]
     assert len(found) >= 9
     assert [role for role, name in found if not name] == []
+    # A placeholder would be a name too, but not one that says what the field is.
+    fields = "return [...document.querySelectorAll('input, select, textarea')]"
+    assert page.script(f"{fields}.filter((field) => !field.labels.length)") == []

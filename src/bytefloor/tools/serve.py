@@ -51,5 +51,5 @@ def summary(service: Service, address: str) -> str:
     return (
         f"{service.served.name} ({facts['family']}) on {facts['device']}: "
         f"{facts['n_sequences']} at once, {facts['context']} positions each, cache {facts['kv']}{chat}\n"
-        f"{address}/v1, {key}; Ctrl-C stops it"
+        f"{address}/v1, {key}; a page to chat at {address}/; Ctrl-C stops it"
     )
