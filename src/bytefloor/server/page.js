@@ -109,7 +109,7 @@ async function meet(then) {
   }
   show("");
   document.title = $("model").textContent = props.model;
-  $("title").textContent = props.title || props.model;
+  $("title").textContent = props.model;
   $("facts-line").textContent = [props.family, bytes(props.n_bytes), props.card ?? props.device].join(" · ");
   for (const name of [...DECIMALS, "top_k"]) $(name).placeholder = props.defaults[name];
   $("thinking-field").hidden = !props.supports_thinking;
@@ -120,13 +120,12 @@ async function meet(then) {
     Name: props.title || props.model, Family: props.family, "On disk": `${bytes(props.n_bytes)}, ${props.container}`,
     Weights: `${number(props.n_weights / 1e6, 1)} million at ${number(props.bits_per_weight, 2)} bits`,
     Formats: formats.slice(0, 4).join(", "), Context: `${tokens(props.context)}, cache ${props.kv}`,
-    "A token reads": `${bytes(props.token_bytes.empty)} to ${bytes(props.token_bytes.full)}`,
+    "A token reads": gbS && `${bytes(props.token_bytes.empty)} to ${bytes(props.token_bytes.full)}`,
     Floor: gbS && `${most} tokens a second, at ${number(gbS)} GB/s`,
     Device: props.card ?? props.device, Notices: props.notices.join("; "),
   };
   for (const list of [$("facts"), $("facts-again")]) {
-    // Before the first message the name stands above the list.
-    const rows = Object.entries(facts).filter(([name, value]) => value && (name !== "Name" || list.id !== "facts"));
+    const rows = Object.entries(facts).filter(([, value]) => value);
     list.replaceChildren(...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
   }
   render();
