@@ -26,6 +26,8 @@ from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
 from bytefloor.server.event_stream import COMMENT, DONE, EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import Guard, read_body, refused
+from bytefloor.server.page import page_routes
+from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
 from bytefloor.server.sampling import SAMPLING_NAMES
 from bytefloor.server.service import Service
@@ -97,6 +99,7 @@ class Endpoints:
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/props", self.props, methods=["GET"]),
+            *page_routes(),
         ]
 
     # Text -------------------------------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ class Endpoints:
         options, worker = self._service.options, self._service.worker
         if worker.n_open + len(asked.choices) > options.max_open:
             raise Refusal(429, f"{worker.n_open} requests are open, the most there may be", code="too_many_requests")
-        answer = Answer(asked, self._served.name, self._served.tokenizer)
+        answer = Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
         generation = Generation(worker, asked.choices, options.timeout_s)
         try:
             await generation.start()
@@ -150,17 +153,22 @@ class Endpoints:
         return _json(answer.whole())
 
     async def _stream(self, request: Request, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
-        facts = request.state.facts
+        facts, progress = request.state.facts, Progress.of(answer.asked, self._service.floor)
         try:
             opening = answer.opening()
             if opening:
                 yield b"".join(event(chunk) for chunk in opening)
-            async for found in generation.events(self._service.options.keep_alive_s):
-                chunk = None if found is None else answer.chunk(found)
+            if progress is not None:
+                yield event(answer.beside(progress.reading(generation)))
+            patience_s = self._service.options.keep_alive_s if progress is None else EVERY_S
+            async for found in generation.events(patience_s):
                 if found is None:
-                    yield COMMENT
-                elif chunk is not None:
-                    yield event(chunk)
+                    told = {} if progress is None or progress.has_begun else progress.reading(generation)
+                    yield event(answer.beside(told)) if told else COMMENT
+                    continue
+                chunk, speed = answer.chunk(found), {} if progress is None else progress.speed(found)
+                if chunk is not None or speed:
+                    yield event({**(chunk or answer.beside({})), **speed})
             yield b"".join(event(chunk) for chunk in answer.closing()) + DONE
         except Refusal as refusal:
             self._service.metrics.failed(refusal.status)
@@ -231,6 +239,7 @@ class Endpoints:
             {
                 "model": self._served.name,
                 **self._served.facts,
+                "stream_gb_s": self._service.floor.gb_s if self._service.floor is not None else None,
                 "version": __version__,
                 "defaults": {name: getattr(defaults, name) for name in SAMPLING_NAMES},
                 "timeout_s": options.timeout_s,
