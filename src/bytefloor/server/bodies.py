@@ -120,6 +120,8 @@ class ChatBody(GenerationFields, kw_only=True):
 
     messages: list[MessageBody]
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -129,7 +131,6 @@ class ChatBody(GenerationFields, kw_only=True):
     # Of features that are not there.
     functions: Any = None
     function_call: Any = None
-    reasoning_effort: Any = None
     modalities: Any = None
 
 
@@ -148,6 +149,8 @@ class TemplateBody(Body):
 
     messages: list[MessageBody]
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
