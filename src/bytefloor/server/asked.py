@@ -65,7 +65,7 @@ def ask_chat(body: ChatBody, served: Served) -> Asked:
     prompt = chat_prompt(body, served)
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
     request = _request(body, served, prompt, body.max_completion_tokens or body.max_tokens, n_logprobs, "messages")
-    choices = _choices(body, request, prompt)
+    choices = _choices(body, request, prompt.raw() if body.reasoning_format == "none" else prompt)
     return _asked("chat", body, choices, bool(body.logprobs))
 
 
@@ -102,6 +102,7 @@ def chat_prompt(body: ChatBody | TemplateBody, served: Served, add_generation_pr
             parallel_calls=body.parallel_tool_calls is not False,
             thinking=thinking.is_on,
             thinking_budget=thinking.n_most,
+            fold_system=bool(body.fold_system),
             add_generation_prompt=add_generation_prompt,
             **kwargs,
         )

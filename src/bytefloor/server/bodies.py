@@ -7,7 +7,7 @@ so that `asked.py` can refuse them by name.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ class SamplingFields(Body):
     mirostat_eta: float | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
+    logprobs_after: bool | None = None
 
 
 class StreamOptions(Body):
@@ -122,6 +123,8 @@ class ChatBody(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking_budget: int | None = None
+    fold_system: bool | None = None
+    reasoning_format: Literal["none", "auto"] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -151,6 +154,7 @@ class TemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking_budget: int | None = None
+    fold_system: bool | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
