@@ -25,7 +25,7 @@ from bytefloor.server.answers import Answer
 from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
 from bytefloor.server.event_stream import COMMENT, DONE, EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
-from bytefloor.server.guard import Guard, read_body, refused
+from bytefloor.server.guard import LOG, Guard, failure, read_body, refused
 from bytefloor.server.page import page_routes
 from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
@@ -174,6 +174,11 @@ class Endpoints:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
             yield event(refusal.body)
+        except Exception as error:
+            LOG.error("a stream failed", exc_info=error)
+            self._service.metrics.failed(500)
+            facts["error"] = f"{type(error).__name__}: {error}"
+            yield event(failure(error).body)
         except (asyncio.CancelledError, GeneratorExit):
             facts["gone"] = True
             raise
