@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,9 +19,13 @@ from bytefloor.engine.request import Delta, Finish, Reading, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
+from bytefloor.engine.speculation import LINGER, Speculation, Wish
 from bytefloor.errors import BytefloorError, CapacityError, NumericalError, RequestError
 from bytefloor.model.step import Step
 from bytefloor.text.tokenizer import Tokenizer
+
+Drafts = dict[SequenceState, list[int]]
+"""Of each sequence that has some: tokens that may follow its last one. They are computed with it, and kept if right."""
 
 
 class Executor(Protocol):
@@ -28,6 +34,11 @@ class Executor(Protocol):
     step: Step
     plan: CachePlan
     device: torch.device
+
+    @property
+    def most_draft_rows(self) -> int:
+        """Rows that a step may have of a sequence that decodes, drafts among them, all wanted; 1 for no drafts."""
+        ...
 
     def run(self, batch: Batch) -> Tensor: ...
 
@@ -60,15 +71,24 @@ class Engine:
     Every request's tokens depend on its own prompt, parameters and seed only. Finished sequences leave their cache in
     a store of prefixes, which a later prompt that begins alike continues from. Where pages are short requests wait, or
     wait once more and are computed again; none is lost.
+
+    speculation: says which drafts are worth computing; without one, and where the executor takes none, there are none.
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        vocabulary_size: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._pages = Pages(executor.plan, executor.step.kinds)
         self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
+        self._speculation = speculation or Speculation(1)
         self._n_requests = 0
         self._loop = executor.make_loop()
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
@@ -147,14 +167,26 @@ class Engine:
         planned = self._scheduler.plan()
         if not planned:
             return []
-        if len(planned) == 1 and self._can_loop(planned[0][0]):
-            sampled = self._decode_ahead(planned[0][0])
-            if sampled is not None:
-                return [self._take(planned[0][0], sampled)]
+        drafts = self._draft(planned)
+        if not drafts and len(planned) == 1 and self._can_loop(planned[0][0]):
+            delta = self._step_ahead(planned[0][0])
+            if delta is not None:
+                return [delta]
+        was_looping = self._looping is not None
         self._leave_loop()
         settled = self._pages.settle(planned, self._scheduler)
         deltas = [self._fail(sequence, error) for sequence, error in settled.lacking]
-        return deltas + self._run(settled.rows, settled.copies) if settled.rows else deltas
+        if not settled.rows:
+            return deltas
+        drafts = self._settle_drafts(drafts, settled.rows, settled.copies)
+        # Where the loop is the plain way, its steps are what plain steps cost; none counts that waits for another.
+        is_typical = all(sequence.is_decoding for sequence, _ in settled.rows) and not was_looping
+        is_typical &= bool(drafts) or len(settled.rows) > 1 or not self._has_loop(settled.rows[0][0])
+        started = self._speculation.now()
+        deltas += self._run(settled.rows, settled.copies, drafts)
+        if is_typical:
+            self._note(len(settled.rows), sum(map(len, drafts.values())), started)
+        return deltas
 
     def _begin(self, sequence: SequenceState) -> bool:
         """Whether there are pages for a sequence beside those that run; then it has begun."""
@@ -163,9 +195,41 @@ class Engine:
             sequence.start(cache)
         return cache is not None
 
-    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> list[Delta]:
-        """Compute rows whose pages are there, and take what the last one of each sequence gives."""
-        batch, samplers = self._make_batch(rows, copies)
+    def _draft(self, planned: list[tuple[SequenceState, int]]) -> Drafts:
+        """Tokens that may come next, of sequences where it pays to compute them along.
+
+        None beside a prompt, whose rows take time of their own where those of decoding wait for weights.
+        """
+        speculation = self._speculation
+        if not speculation.is_on or not all(sequence.is_decoding for sequence, _ in planned):
+            return {}
+        n_room = self._scheduler.n_spare(planned)
+        n_most = min(speculation.most_rows - 1, n_room)
+        proposed = {sequence: sequence.propose(n_most, self.capacity) for sequence, _ in planned}
+        found = {sequence: draft for sequence, draft in proposed.items() if draft}
+        wishes = [Wish(sequence.drafting, len(sequence.ids), len(draft)) for sequence, draft in found.items()]
+        chosen = speculation.choose(wishes, len(planned), n_room, int(self._looping is not None))
+        drafts = {sequence: found[sequence][:n] for sequence, n in zip(found, chosen, strict=True) if n}
+        for sequence, _ in planned:
+            sequence.drafting.n_since = 0 if sequence in drafts else sequence.drafting.n_since + 1
+        return drafts
+
+    def _settle_drafts(self, drafts: Drafts, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> Drafts:
+        """Those for which there are pages beside all rows of the step; adds the copies that they take."""
+        settled: Drafts = {}
+        for sequence, _ in rows:
+            if sequence in drafts:
+                n, more = self._pages.reserve_spare(sequence.cache, 1, len(drafts[sequence]))
+                copies.extend(more)
+                settled |= {sequence: drafts[sequence][:n]} if n else {}
+        return settled
+
+    def _note(self, n_sequences: int, n_drafts: int, started: float) -> None:
+        self._speculation.note(n_sequences, n_drafts, self._speculation.now() - started)
+
+    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts) -> list[Delta]:
+        """Compute rows whose pages are there, and take what the last one of each sequence and its drafts give."""
+        batch, samplers = self._make_batch(rows, copies, drafts)
         try:
             logits = self.executor.run(batch)
         except BaseException:
@@ -179,8 +243,17 @@ class Engine:
             # A device is still at its work.
             if sequence.constraint is not None:
                 sequence.constraint.prepare()
+        if self._speculation.is_on:
+            for sequence, _ in rows:
+                sequence.ngrams.take_in(sequence.cache.length)
         found = logits.float().cpu().numpy()
-        return [self._postprocess(sequence, found[i]) for i, sequence in enumerate(samplers)]
+        deltas: list[Delta] = []
+        first = 0
+        for sequence in samplers:
+            draft = drafts.get(sequence, [])
+            deltas += self._postprocess(sequence, found[first : first + 1 + len(draft)], draft)
+            first += 1 + len(draft)
+        return deltas
 
     def reading(self, request_id: int) -> Reading | None:
         """How far a request's prompt has been read, tokens of an earlier prefix included; None where there is none to
@@ -192,13 +265,29 @@ class Engine:
         return next((sequence.reading for sequence in found), None)
 
     def _can_loop(self, sequence: SequenceState) -> bool:
+        """Not at once after a draft: the next one may follow, and leaving throws a step away."""
+        return self._has_loop(sequence) and sequence.drafting.n_since >= LINGER
+
+    def _has_loop(self, sequence: SequenceState) -> bool:
         """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
 
         One that lost its pages has many tokens to compute first, though it has answered. Under a grammar all are the
         host's: the next mask needs the token before it.
         """
-        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.constraint is None
+        is_decoding = sequence.is_decoding and sequence.constraint is None
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
+
+    def _step_ahead(self, sequence: SequenceState) -> Delta | None:
+        """The next token by the loop. None where the host must do this one over."""
+        is_under_way = self._looping is sequence
+        started = self._speculation.now()
+        sampled = self._decode_ahead(sequence)
+        if sampled is None:
+            return None
+        delta = self._take(sequence, sampled)
+        if is_under_way:
+            self._note(1, 0, started)
+        return delta
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:
         """The next token, while the device begins the one after it. None where the host must do this one over."""
@@ -244,26 +333,45 @@ class Engine:
         self._looping = None
 
     def _make_batch(
-        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy]
+        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts
     ) -> tuple[Batch, list[SequenceState]]:
-        """The rows, and the sequences that will get a token from them, in the order of the wanted rows."""
+        """The rows, and the sequences that will get tokens from them, in the order of the wanted rows."""
         batch, samplers = Batch(copies=copies), []
         for sequence, n_rows in planned:
             is_last = n_rows == sequence.n_pending
             start = sequence.cache.length
-            sequence.cache.append_rows(batch, sequence.ids[start : start + n_rows], [n_rows - 1] if is_last else [])
+            ids = [*sequence.ids[start : start + n_rows], *drafts.get(sequence, ())]
+            sequence.cache.append_rows(batch, ids, range(n_rows - 1, len(ids)) if is_last else ())
             if is_last:
                 samplers.append(sequence)
         return batch, samplers
 
-    def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
-        try:
-            sampled = sequence.sample(logits)
-        except (NumericalError, RequestError) as error:
-            # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
-            # are worthless, so the cache goes.
-            return self._fail(sequence, error)
-        return self._take(sequence, sampled)
+    def _postprocess(self, sequence: SequenceState, logits: npt.NDArray[np.floating], draft: list[int]) -> list[Delta]:
+        """logits: [1 + drafts, V]. A row counts for as long as the drafts before it are what was drawn."""
+        deltas: list[Delta] = []
+        sequence.drafting.n_draft += len(draft)
+        n_accepted = 0
+        for row in logits:
+            if deltas:
+                sequence.cache.commit(1)
+            try:
+                sampled = sequence.sample(row)
+            except (NumericalError, RequestError) as error:
+                # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
+                # are worthless, so the cache goes.
+                return [*deltas, self._fail(sequence, error)]
+            is_right = draft[n_accepted : n_accepted + 1] == [sampled.id]
+            n_accepted += is_right
+            sequence.drafting.n_draft_accepted += is_right
+            deltas.append(self._take(sequence, sampled))
+            if deltas[-1].finish is not None:
+                return deltas
+            if not is_right:
+                break
+        if draft:
+            sequence.drafting.judge(len(draft), n_accepted)
+            sequence.cache.rewind(sequence.cache.length)
+        return deltas
 
     def _fail(self, sequence: SequenceState, error: BytefloorError) -> Delta:
         self._drop(sequence)
@@ -277,6 +385,8 @@ class Engine:
             self._pages.prefixes.put(computed, sequence.cache.fork())
         if delta.finish is not None:
             self._remove(sequence)
+            # Pages of drafts that nobody needs any more.
+            sequence.cache.rewind(sequence.cache.length)
             self._pages.prefixes.put(computed, sequence.cache)
         return delta
 
