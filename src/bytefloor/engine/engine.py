@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bytefloor.engine.ahead import Ahead
 from bytefloor.engine.batch import Batch, PageCopy
+from bytefloor.engine.batch_loop import BatchLoop
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.pages import Pages, PageUse
@@ -17,9 +22,13 @@ from bytefloor.engine.request import Delta, Finish, Reading, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
+from bytefloor.engine.speculation import LINGER, Speculation, Wish
 from bytefloor.errors import BytefloorError, CapacityError, NumericalError, RequestError
 from bytefloor.model.step import Step
 from bytefloor.text.tokenizer import Tokenizer
+
+Drafts = dict[SequenceState, list[int]]
+"""Of each sequence that has some: tokens that may follow its last one. They are computed with it, and kept if right."""
 
 
 class Executor(Protocol):
@@ -29,10 +38,19 @@ class Executor(Protocol):
     plan: CachePlan
     device: torch.device
 
+    @property
+    def most_draft_rows(self) -> int:
+        """Rows that a step may have of a sequence that decodes, drafts among them, all wanted; 1 for no drafts."""
+        ...
+
     def run(self, batch: Batch) -> Tensor: ...
 
     def make_loop(self) -> DecodeLoop | None:
         """What decodes one sequence without the host in between; None where nothing can."""
+        ...
+
+    def make_batch_loop(self) -> BatchLoop | None:
+        """The same of several."""
         ...
 
 
@@ -60,17 +78,27 @@ class Engine:
     Every request's tokens depend on its own prompt, parameters and seed only. Finished sequences leave their cache in
     a store of prefixes, which a later prompt that begins alike continues from. Where pages are short requests wait, or
     wait once more and are computed again; none is lost.
+
+    speculation: says which drafts are worth computing; without one, and where the executor takes none, there are none.
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        vocabulary_size: int,
+        speculation: Speculation | None = None,
+    ) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._pages = Pages(executor.plan, executor.step.kinds)
         self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
+        self._speculation = speculation or Speculation(1)
         self._n_requests = 0
         self._loop = executor.make_loop()
+        self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity, self._chooses_freely)
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
         self._looping: SequenceState | None = None
         self._is_shown = False
@@ -145,16 +173,73 @@ class Engine:
         """One step of the model, and what it gave each request that took part."""
         self._scheduler.admit(self._begin)
         planned = self._scheduler.plan()
+        if self._ahead.is_under_way:
+            return self._step_together(planned)
         if not planned:
             return []
-        if len(planned) == 1 and self._can_loop(planned[0][0]):
-            sampled = self._decode_ahead(planned[0][0])
-            if sampled is not None:
-                return [self._take(planned[0][0], sampled)]
+        drafts = self._draft(planned)
+        if not drafts and self._ahead.can_serve(planned):
+            self._leave_loop()
+            if self._launch_together(planned):
+                return self._step_together(planned)
+        if not drafts and len(planned) == 1 and self._can_loop(planned[0][0]):
+            delta = self._step_ahead(planned[0][0])
+            if delta is not None:
+                return [delta]
+        was_looping = self._looping is not None
         self._leave_loop()
         settled = self._pages.settle(planned, self._scheduler)
         deltas = [self._fail(sequence, error) for sequence, error in settled.lacking]
-        return deltas + self._run(settled.rows, settled.copies) if settled.rows else deltas
+        if not settled.rows:
+            return deltas
+        drafts = self._settle_drafts(drafts, settled.rows, settled.copies)
+        # Where the loop is the plain way, its steps are what plain steps cost; none counts that waits for another.
+        is_typical = all(sequence.is_decoding for sequence, _ in settled.rows) and not was_looping
+        is_typical &= bool(drafts) or len(settled.rows) > 1 or not self._has_loop(settled.rows[0][0])
+        started = self._speculation.now()
+        deltas += self._run(settled.rows, settled.copies, drafts)
+        if is_typical:
+            self._note(len(settled.rows), sum(map(len, drafts.values())), started)
+        return deltas
+
+    def _step_together(self, planned: list[tuple[SequenceState, int]]) -> list[Delta]:
+        """Start the next step of several sequences where it is one, and read the one before it."""
+        if self._ahead.can_serve(planned):
+            self._launch_together(planned)
+        try:
+            found = self._ahead.read()
+        except BaseException:
+            self._drop_together()
+            raise
+        deltas: list[Delta] = []
+        for sequence, sampled in found:
+            if sampled is None:
+                sequence.is_handed_back = True
+            else:
+                sequence.cache.commit(1)
+                sequence.sampler.accept(sampled.id)
+                deltas.append(self._take(sequence, sampled))
+            if not self._chooses_freely(sequence):
+                self._ahead.forget(sequence)
+        return deltas
+
+    def _launch_together(self, planned: list[tuple[SequenceState, int]]) -> bool:
+        try:
+            return self._ahead.launch(sequence for sequence, _ in planned)
+        except BaseException:
+            for sequence, _ in planned:
+                self._drop(sequence)
+            self._drop_together()
+            raise
+
+    def _drop_together(self) -> None:
+        for sequence in self._ahead.clear():
+            self._drop(sequence)
+
+    @staticmethod
+    def _chooses_freely(sequence: SequenceState) -> bool:
+        """Whether it decodes, and its parameters alone say what a device makes of logits."""
+        return sequence.is_decoding and sequence.has_free_choice and not sequence.is_handed_back
 
     def _begin(self, sequence: SequenceState) -> bool:
         """Whether there are pages for a sequence beside those that run; then it has begun."""
@@ -163,9 +248,42 @@ class Engine:
             sequence.start(cache)
         return cache is not None
 
-    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> list[Delta]:
-        """Compute rows whose pages are there, and take what the last one of each sequence gives."""
-        batch, samplers = self._make_batch(rows, copies)
+    def _draft(self, planned: list[tuple[SequenceState, int]]) -> Drafts:
+        """Tokens that may come next, of sequences where it pays to compute them along.
+
+        None beside a prompt, whose rows take time of their own where those of decoding wait for weights.
+        """
+        speculation = self._speculation
+        if not speculation.is_on or not all(sequence.is_decoding for sequence, _ in planned):
+            return {}
+        n_room = self._scheduler.n_spare(planned)
+        n_most = min(speculation.most_rows - 1, n_room)
+        proposed = {sequence: sequence.propose(n_most, self.capacity) for sequence, _ in planned}
+        found = {sequence: draft for sequence, draft in proposed.items() if draft}
+        wishes = [Wish(sequence.drafting, len(sequence.ids), len(draft)) for sequence, draft in found.items()]
+        chosen = speculation.choose(wishes, len(planned), n_room, int(self._looping is not None))
+        drafts = {sequence: found[sequence][:n] for sequence, n in zip(found, chosen, strict=True) if n}
+        for sequence, _ in planned:
+            sequence.drafting.n_since = 0 if sequence in drafts else sequence.drafting.n_since + 1
+        return drafts
+
+    def _settle_drafts(self, drafts: Drafts, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> Drafts:
+        """Those for which there are pages beside all rows of the step; adds the copies that they take."""
+        settled: Drafts = {}
+        for sequence, _ in rows:
+            if sequence in drafts:
+                n, more = self._pages.reserve_spare(sequence.cache, 1, len(drafts[sequence]))
+                copies.extend(more)
+                settled |= {sequence: drafts[sequence][:n]} if n else {}
+        return settled
+
+    def _note(self, n_sequences: int, n_drafts: int, started: float) -> None:
+        self._speculation.note(n_sequences, n_drafts, self._speculation.now() - started)
+
+    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts) -> list[Delta]:
+        """Compute rows whose pages are there, and take what the last one of each sequence and its drafts give."""
+        batch, samplers = self._make_batch(rows, copies, drafts)
+        draws = {sequence: self._ahead.draw(sequence) for sequence in samplers if sequence not in drafts}
         try:
             logits = self.executor.run(batch)
         except BaseException:
@@ -179,8 +297,22 @@ class Engine:
             # A device is still at its work.
             if sequence.constraint is not None:
                 sequence.constraint.prepare()
-        found = logits.float().cpu().numpy()
-        return [self._postprocess(sequence, found[i]) for i, sequence in enumerate(samplers)]
+        if self._speculation.is_on:
+            for sequence, _ in rows:
+                sequence.ngrams.take_in(sequence.cache.length)
+        ends = list(accumulate(1 + len(drafts.get(sequence, ())) for sequence in samplers))
+        asked = {end - 1: draw for end, sequence in zip(ends, samplers, strict=True) if (draw := draws.get(sequence))}
+        places = {end - 1: len(sequence.ids) - 1 for end, sequence in zip(ends, samplers, strict=True)}
+        drawn = self._ahead.sample(logits, asked, places)
+        deltas: list[Delta] = []
+        for sequence, end in zip(samplers, ends, strict=True):
+            draft = drafts.get(sequence, [])
+            if (sampled := drawn.get(end - 1)) is not None:
+                sequence.sampler.accept(sampled.id)
+                deltas.append(self._take(sequence, sampled))
+                continue
+            deltas += self._postprocess(sequence, logits[end - 1 - len(draft) : end].float().cpu().numpy(), draft)
+        return deltas
 
     def reading(self, request_id: int) -> Reading | None:
         """How far a request's prompt has been read, tokens of an earlier prefix included; None where there is none to
@@ -192,13 +324,29 @@ class Engine:
         return next((sequence.reading for sequence in found), None)
 
     def _can_loop(self, sequence: SequenceState) -> bool:
+        """Not at once after a draft: the next one may follow, and leaving throws a step away."""
+        return self._has_loop(sequence) and sequence.drafting.n_since >= LINGER
+
+    def _has_loop(self, sequence: SequenceState) -> bool:
         """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
 
         One that lost its pages has many tokens to compute first, though it has answered. Under a grammar all are the
         host's: the next mask needs the token before it. So are those that close a thought.
         """
-        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.has_free_choice
+        is_decoding = sequence.is_decoding and sequence.has_free_choice
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
+
+    def _step_ahead(self, sequence: SequenceState) -> Delta | None:
+        """The next token by the loop. None where the host must do this one over."""
+        is_under_way = self._looping is sequence
+        started = self._speculation.now()
+        sampled = self._decode_ahead(sequence)
+        if sampled is None:
+            return None
+        delta = self._take(sequence, sampled)
+        if is_under_way:
+            self._note(1, 0, started)
+        return delta
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:
         """The next token, while the device begins the one after it. None where the host must do this one over."""
@@ -244,26 +392,46 @@ class Engine:
         self._looping = None
 
     def _make_batch(
-        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy]
+        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts
     ) -> tuple[Batch, list[SequenceState]]:
-        """The rows, and the sequences that will get a token from them, in the order of the wanted rows."""
+        """The rows, and the sequences that will get tokens from them, in the order of the wanted rows."""
         batch, samplers = Batch(copies=copies), []
         for sequence, n_rows in planned:
             is_last = n_rows == sequence.n_pending
             start = sequence.cache.length
-            sequence.cache.append_rows(batch, sequence.ids[start : start + n_rows], [n_rows - 1] if is_last else [])
+            ids = [*sequence.ids[start : start + n_rows], *drafts.get(sequence, ())]
+            sequence.cache.append_rows(batch, ids, range(n_rows - 1, len(ids)) if is_last else ())
             if is_last:
                 samplers.append(sequence)
         return batch, samplers
 
-    def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
-        try:
-            sampled = sequence.sample(logits)
-        except (NumericalError, RequestError) as error:
-            # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
-            # are worthless, so the cache goes.
-            return self._fail(sequence, error)
-        return self._take(sequence, sampled)
+    def _postprocess(self, sequence: SequenceState, logits: npt.NDArray[np.floating], draft: list[int]) -> list[Delta]:
+        """logits: [1 + drafts, V]. A row counts for as long as the drafts before it are what was drawn."""
+        deltas: list[Delta] = []
+        sequence.drafting.n_draft += len(draft)
+        n_accepted = 0
+        for row in logits:
+            if deltas:
+                sequence.cache.commit(1)
+            try:
+                sampled = sequence.sample(row)
+            except (NumericalError, RequestError) as error:
+                # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
+                # are worthless, so the cache goes.
+                return [*deltas, self._fail(sequence, error)]
+            sequence.is_handed_back = False
+            is_right = draft[n_accepted : n_accepted + 1] == [sampled.id]
+            n_accepted += is_right
+            sequence.drafting.n_draft_accepted += is_right
+            deltas.append(self._take(sequence, sampled))
+            if deltas[-1].finish is not None:
+                return deltas
+            if not is_right:
+                break
+        if draft:
+            sequence.drafting.judge(len(draft), n_accepted)
+            sequence.cache.rewind(sequence.cache.length)
+        return deltas
 
     def _fail(self, sequence: SequenceState, error: BytefloorError) -> Delta:
         self._drop(sequence)
@@ -277,12 +445,15 @@ class Engine:
             self._pages.prefixes.put(computed, sequence.cache.fork())
         if delta.finish is not None:
             self._remove(sequence)
+            # Pages of drafts that nobody needs any more.
+            sequence.cache.rewind(sequence.cache.length)
             self._pages.prefixes.put(computed, sequence.cache)
         return delta
 
     def _remove(self, sequence: SequenceState) -> None:
         if sequence is self._looping:
             self._leave_loop()
+        self._ahead.forget(sequence)
         self._scheduler.remove(sequence)
 
     def _drop(self, sequence: SequenceState) -> None:

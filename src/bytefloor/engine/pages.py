@@ -91,6 +91,15 @@ class Pages:
                 if not self.prefixes.evict():
                     raise
 
+    def reserve_spare(self, cache: SequenceCache, n_rows: int, n_more: int) -> tuple[int, list[PageCopy]]:
+        """Behind n_rows that are writable, how many of n_more can be made so with free pages alone, and the copies."""
+        for n in range(n_more, 0, -1):
+            try:
+                return n, cache.reserve(n_rows + n)
+            except CapacityError:
+                continue
+        return 0, []
+
     def settle(self, planned: Sequence[tuple[H, int]], scheduler: Scheduler[H]) -> Settled[H]:
         """Make the rows of a step writable.
 

@@ -115,7 +115,7 @@ class Answer:
     def timings(self) -> Json:
         """How long it took, in ms. Of several choices: tokens of all, the time of the slowest.
 
-        prompt_n counts computed tokens, cache_n the others.
+        prompt_n counts computed tokens, cache_n the others. draft_n and draft_n_accepted: only where there were drafts.
         """
         finishes = self._finishes()
         if not finishes:
@@ -124,6 +124,7 @@ class Answer:
         n_read = sum(each.n_prompt - each.n_cached for each in finishes)
         n_generated = sum(each.n_generated for each in finishes)
         n_later = sum(max(each.n_generated - 1, 0) for each in finishes)
+        n_draft, n_accepted = sum(each.n_draft for each in finishes), sum(each.n_draft_accepted for each in finishes)
         return {
             "queue_ms": round(1e3 * max(record.queue_s for record in self._records), 3),
             "cache_n": sum(each.n_cached for each in finishes),
@@ -135,6 +136,7 @@ class Answer:
             "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 else 0.0,
             **self._share(finishes),
             "seed": finishes[0].seed,
+            **({"draft_n": n_draft, "draft_n_accepted": n_accepted} if n_draft else {}),
         }
 
     def _share(self, finishes: list[Finish]) -> Json:
