@@ -112,4 +112,5 @@ class SequenceState:
             prompt_s=first - self._started_at,
             decode_s=end - first,
             seed=self.sampler.seed,
+            stop=self._stop.found,
         )
