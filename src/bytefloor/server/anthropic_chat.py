@@ -143,6 +143,7 @@ class _Conversion:
         if message is None:
             message = MessageBody("assistant", "", tool_calls=[])
             self._add(message, at)
+            self._origins[f"messages[{len(self._messages) - 1}].tool_calls"] = f"{at}.content"
         calls = message.tool_calls
         assert calls is not None
         for path, block in _blocks(content, "assistant", f"{at}.content"):
