@@ -198,12 +198,14 @@ def test_none_reads_no_calls(stage: Stage) -> None:
 
 def test_one_call_is_all_where_that_is_asked_over_both_apis(stage: Stage) -> None:
     script = f"Well.\n{NOW}\n{WEATHER}\nand more"
+    stage[1].pause_s = 0.005
     one = {"type": "auto", "disable_parallel_tool_use": True}
     message = ask(stage, script, tools=CLIENT_TOOLS, tool_choice=one)
     assert [block.type for block in message.content] == ["text", "tool_use"]
     assert message.stop_reason == "tool_use"
     several = ask(stage, script, tools=CLIENT_TOOLS, tool_choice={"type": "auto"})
     assert [block.type for block in several.content] == ["text", "tool_use", "tool_use", "text"]
+    assert message.usage.output_tokens < several.usage.output_tokens
     openais = stage[0].chat("and?", tools=TOOLS, parallel_tool_calls=False, temperature=0).json()["choices"][0]
     assert [call["function"]["name"] for call in openais["message"]["tool_calls"]] == ["now"]
     assert (openais["finish_reason"], openais["message"]["content"]) == ("tool_calls", "Well.")

@@ -10,9 +10,12 @@ from typing import Any
 
 import anthropic
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bytefloor.engine.loading import EngineOptions, open_engine
 from server.live import SHORT, Live, Scripted, chatty, eventually, live, scripted
+from server.test_bad_bodies import spoiled
 from text.small_chats import QWEN3_TEMPLATE
 
 KEY = "s3cret"
@@ -36,6 +39,15 @@ def strict(directory: Path) -> Iterator[Live]:
         running.executor = executor  # type: ignore[attr-defined]
         yield running
         executor.gate.set()
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Iterator[Live]:
+    """Answers end with their first token."""
+    engine, executor = scripted(open_engine(directory, EngineOptions(context=64)), capacity=512)
+    executor._script = [1] * 512
+    with live(engine) as running:
+        yield running
 
 
 def refused(running: Live, path: str = MESSAGES, *, status: int = 400, **body: Any) -> str:
@@ -93,7 +105,7 @@ def turns(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ),
         (turns({"type": "text", "text": "x"}, RESULT), "messages[1].content[1]: a tool_result comes after text"),
         (turns(RESULT), "messages[1].content[0].tool_use_id is 'c1', but no call waits"),
-        (turns(CALL, CALL, role="assistant"), "messages[1].tool_calls: two calls have the same id"),
+        (turns(CALL, CALL, role="assistant"), "messages[1].content: two calls have the same id"),
         (
             {**turns({"type": "text", "text": "x"}, {**CALL, "name": "no"}, role="assistant"), "tools": [TOOL]},
             "messages[1].content[1].name is 'no', which is not among the tools: now",
@@ -156,6 +168,47 @@ def test_errors_have_the_types_that_the_client_knows(strict: Live) -> None:
 
 
 @pytest.mark.parametrize(
+    "data", [b"", b"[]", b"\xff", b'{"messages": ' + b"[" * 100_000, b'{"max_tokens": ' + b"9" * 5000 + b"}"]
+)
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+def test_what_is_no_body_at_all(plain: Live, path: str, data: bytes) -> None:
+    reply = plain.http.post(path, content=data, headers={"content-type": "application/json"})
+    assert (reply.status_code, told(reply)["type"]) == (400, "invalid_request_error")
+
+
+FULL: dict[str, Any] = {
+    "model": "tiny", "max_tokens": 3, "temperature": 1, "top_p": 1, "top_k": 3, "stop_sequences": ["x"],
+    "stream": False,
+    "system": [{"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        USER,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": "y"}, CALL]},
+        {"role": "user", "content": [{**RESULT, "content": [{"type": "text", "text": "z"}], "is_error": True}]},
+        USER,
+    ],
+    "tools": [{**TOOL, "description": "x", "strict": False}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "adaptive"},
+    "metadata": {"user_id": "u"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+def test_no_change_to_a_good_body_makes_a_500(plain: Live, path: str) -> None:
+    whole = FULL if path == MESSAGES else {key: FULL[key] for key in ("messages", "tools", "tool_choice", "thinking")}
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data())
+    def ask(data: st.DataObject) -> None:
+        reply = plain.http.post(path, content=spoiled(data, whole), headers={"content-type": "application/json"})
+        assert reply.status_code in (200, 400, 404), reply.text
+        assert reply.status_code == 200 or told(reply)["message"]
+
+    assert plain.post(path, **whole).status_code == 200
+    ask()
+
+
+@pytest.mark.parametrize(
     ("method", "path", "kind", "status"),
     [("GET", MESSAGES, "invalid_request_error", 405), ("GET", f"{MESSAGES}/batches", "not_found_error", 404)],
 )
@@ -198,7 +251,7 @@ def test_the_engine_fails_and_the_server_drains(directory: Path) -> None:
             ) as stream,
         ):
             stream.get_final_message()
-        running.service.is_draining = True
+        running.call(running.service.drain())
         closed = running.http.post(MESSAGES, json=body)
         assert (closed.status_code, told(closed)["type"]) == (529, "overloaded_error")
         assert closed.headers["retry-after"] == "1"
