@@ -107,7 +107,7 @@ def test_what_is_in_the_cache_is_told(stage: Stage) -> None:
     with client(stage[0]).messages.stream(**body) as stream:
         begun = next(event for event in stream if event.type == "message_start").message.usage
         ended = stream.get_final_message().usage
-    assert (begun.input_tokens, begun.cache_read_input_tokens) == (first.input_tokens, None) or ended is begun
+    assert (begun.input_tokens, begun.cache_read_input_tokens) == (first.input_tokens, None)
     assert ended.cache_read_input_tokens == second.cache_read_input_tokens
 
 
@@ -256,7 +256,8 @@ def test_a_conversation_with_everything_in_it_reaches_the_template(stage: Stage)
         messages=[
             USER,
             {"role": "user", "content": [{"type": "text", "text": "well?"}]},
-            {"role": "assistant", "content": first.content},
+            {"role": "assistant", "content": first.content[:2]},
+            {"role": "assistant", "content": first.content[2:]},
             {"role": "user", "content": results},
             {"role": "user", "content": "quick!"},
         ],
