@@ -1,5 +1,7 @@
 """What tests of sampling on a device share: parameters for every stage, a sampler driven by hand, a small tokenizer."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,9 @@ class Numbers:
 
     def token_bytes(self, id):
         return f"<{id}>".encode()
+
+    def encode(self, text, **_):
+        return [int(number) for number in re.findall("<([0-9]+)>", text)]
 
     def stream(self, prompt_ids, keep_special=False):
         return StreamDecoder(self, prompt_ids)

@@ -5,11 +5,13 @@ A twin gets the very arguments that the kernel would get, and does to them what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from bytefloor.engine import row_planner as row_planner_module
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.kernels import KernelSpec
 from bytefloor.engine.launches import STORAGES
+from bytefloor.engine.sampler import Sampler
+from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.ops import OPS
 from bytefloor.ops.pages import page_shape
 from bytefloor.ops.round_to import round_to
@@ -125,10 +129,48 @@ class TwinKernel(RowTwins, FlashTwin):
         tokens = state.view(-1, 3)[:, 0].long()
         out.copy_((self.matrix(table)[tokens] * self.f("SCALE")).flatten())
 
-    def highest(self, values: Tensor, maxima: Tensor, best: Tensor, places: Tensor, n: int) -> None:
-        found, order = values.sort(descending=True, stable=True)
-        best.copy_(found[:n])
-        places.copy_(order[:n])
+    def highest(self, values: Tensor, maxima: Tensor, best: Tensor, places: Tensor, n: int, length: int) -> None:
+        found, order = (values.view(-1, length) + 0.0).sort(descending=True, stable=True)
+        best.view(-1, n)[: len(found)] = found[:, :n]
+        places.view(-1, n)[: len(found)] = order[:, :n]
+
+    def row_mass(self, logits: Tensor, maxima: Tensor, parts: Tensor) -> None:
+        rows, n_blocks = logits.double(), self.n("BLOCKS")
+        share = -(-self.n("N") // 64 // n_blocks) * 64
+        for i, part in enumerate(rows.split(share, dim=-1)):
+            best = part.amax(-1, keepdim=True)
+            parts[: len(rows), i, 0] = best[:, 0]
+            parts[: len(rows), i, 1] = (part - best).exp().sum(-1)
+        n_used = -(-rows.shape[1] // share)
+        parts[: len(rows), n_used:, 0] = -torch.inf
+        parts[: len(rows), n_used:, 1] = 0
+
+    def sample_rows(
+        self, best: Tensor, ids: Tensor, parts: Tensor, banned: Tensor, asked: Tensor, tokens: Tensor, records: Tensor
+    ) -> None:
+        """By the host's sampler, of a row that has the best few and nothing else."""
+        n_tops = self.n("TOPS")
+        for i, words in enumerate(asked.numpy().view(np.uint64)):
+            seed, position, top_k, flags = words[:4].tolist()
+            if top_k == 0:
+                continue  # a row that nobody asked anything of
+            temperature, top_p, log_min_p, xtc, threshold = words[4:9].view(np.float64).tolist()
+            params = SamplingParams(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=math.exp(log_min_p), xtc_probability=xtc,
+                xtc_threshold=threshold, temperature_first=bool(flags & 2), seed=seed,
+            )  # fmt: skip
+            row = np.full(len(banned), -np.inf, np.float32)
+            row[ids[i]] = best[i]
+            is_told = int((row[~banned.bool().numpy()] > -np.inf).sum()) >= top_k
+            shift = float(best[i, 0])
+            total = float((parts[i, :, 1] * (parts[i, :, 0] - shift).exp()).nan_to_num(nan=torch.nan).sum())
+            token = 0
+            if is_told and math.isfinite(shift):
+                token = Sampler(params, [0], banned.bool().numpy()).sample(row, position).id
+            record = [token, total, shift, float(row[token]), 1.0 if is_told else math.nan]
+            tops = [*ids[i, :n_tops].tolist(), *best[i, :n_tops].tolist()]
+            records[i] = torch.tensor([*record, *tops], dtype=torch.float64)
+            tokens[i] = token
 
     def unpack(self, packed: Tensor, rows: Tensor | None, first: int, step: int, n: int, out: Tensor) -> None:
         at = rows[:n] if rows is not None else first + step * torch.arange(n)

@@ -112,6 +112,9 @@ KvOption = Annotated[
 ThinkingOption = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="Ask the template for thinking, where it knows of it.")
 ]
+BudgetOption = Annotated[
+    int | None, typer.Option("--reasoning-budget", min=0, metavar="N", help="Think, for so many tokens at most.")
+]
 SystemOption = Annotated[str | None, typer.Option("--system", help="A system message.")]
 
 
@@ -145,6 +148,7 @@ def run(
     stop: StopOption = None,
     system: SystemOption = None,
     thinking: ThinkingOption = None,
+    reasoning_budget: BudgetOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
     logprobs: Annotated[int, typer.Option("--logprobs", help="With --json: the n best tokens at each place.")] = 0,
@@ -171,7 +175,7 @@ def run(
         repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
     )  # fmt: skip
     form = read_grammar(json_schema, grammar, regex)
-    asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form)
+    asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form, reasoning_budget)
     raise typer.Exit(answer_once(model, text, options, asked))
 
 

@@ -22,6 +22,8 @@ from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.step import Step
+from bytefloor.text.reasoning import ReasoningTags
+from bytefloor.text.reasoning_budget import Thinking
 from device_sampling import Numbers
 from kernel_twins import TwinDevice, TwinKernel
 
@@ -208,6 +210,23 @@ def test_a_loop_of_words_is_found_as_before(make: Make) -> None:
     request = Request(PROMPT[:4], sampling=sampling, ignores_end=True, detects_loops=True)
     engine = make(capacity=256)
     assert run(engine, request)[-1].finish.reason == "loop"
+
+
+@pytest.mark.parametrize("name", ["greedy", "all", "mirostat"])
+def test_a_thought_is_closed_by_hand_and_the_loop_goes_on(make: Make, launched: list[int], name: str) -> None:
+    """Three tokens close it: nothing that the device had chosen ahead gets in between."""
+    tags = ReasoningTags("<1>", "<9><8><11>", is_anywhere=False)
+    thinking = Thinking(tags, is_open=True, tokenizer=Numbers(N_TOKENS), n_most=12)
+    request = Request(PROMPT, max_tokens=40, sampling=SAMPLINGS[name], ignores_end=True)
+    free = ids_of(run(make(loops=False), request))
+    (deltas,) = compare(make, replace(request, thinking=thinking))
+    ids = ids_of(deltas)
+    assert ids[:15] == [*free[:12], 9, 8, 11]
+    assert ids[15:] != free[15:]
+    assert len(ids) == 40
+    assert deltas[-1].finish.n_thought == 12
+    # The loop has begun all steps but those of forced tokens, and one ahead that was no use.
+    assert launched == [*range(len(PROMPT), len(PROMPT) + 12), *range(len(PROMPT) + 14, len(PROMPT) + 39)]
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 10, 12])

@@ -48,8 +48,8 @@ class Scripted:
         self._start = 0
 
     def say(self, text: str, start: int, *, ends: bool = True) -> None:
-        """From now on. ends: with the end of the turn."""
-        self._script = self._tokenizer.encode(text, add_bos=False)
+        """From now on. ends: with the end of the turn. Control tokens are said where the text spells them."""
+        self._script = self._tokenizer.encode(text, add_bos=False, parse_special=True)
         self._script += [1] if ends else []
         self._start = start
 

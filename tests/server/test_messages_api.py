@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,14 @@ def test_thinking_reaches_the_template(stage: Stage, kind: str | None, is_off: b
     assert ("</think>" in reached(stage, **body)[0]) == is_off
 
 
+def test_a_thought_is_closed_when_its_budget_is_spent(stage: Stage) -> None:
+    message = ask(stage, "<think>\nhm, so and so and so on", thinking={"type": "enabled", "budget_tokens": 4})
+    thought, *_ = message.content
+    assert thought.type == "thinking"
+    assert 0 < len(thought.thinking) < len("hm, so and so and so on")
+    assert message.usage.output_tokens_details.thinking_tokens == 4
+
+
 def test_calls_are_blocks_beside_text(stage: Stage) -> None:
     message = ask(stage, f"<think>\nhm\n</think>\n\nLet me see.\n{WEATHER}\n{NOW}", tools=CLIENT_TOOLS)
     kinds = [block.type for block in message.content]
@@ -310,6 +319,8 @@ def test_the_events_of_a_stream_byte_for_byte(stage: Stage) -> None:
 
     usage = f'"usage":{{"input_tokens":{n_prompt},"cache_read_input_tokens":null,"output_tokens":0}}'
     spent = f'"cache_creation_input_tokens":0,"cache_read_input_tokens":0,"output_tokens":{n_said}'
+    n_thought = re.findall(r'"thinking_tokens":([1-9])', reply.text)[0]  # the closing tag is spelled in several tokens
+    spent += f',"output_tokens_details":{{"thinking_tokens":{n_thought}}}'
     assert events == [
         named(
             "message_start",

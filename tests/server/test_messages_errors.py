@@ -84,6 +84,8 @@ def turns(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"top_k": -1}, "top_k = -1: expected an integer"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 strings: expected at most 16"),
         ({"stop_sequences": [""]}, "a stop string is empty"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens = -1: expected an integer"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 9}}, "thinking.budget_tokens: expected only where"),
         ({"thinking": {"type": "on"}}, "thinking.type: Invalid enum value 'on'"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display: Invalid enum value 'omitted'"),
         ({"system": [{"type": "image"}]}, "system[0].type = 'image': expected 'text' here"),

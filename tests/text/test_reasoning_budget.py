@@ -20,19 +20,20 @@ GEMMA4_CHAT = ChatTemplate.for_tokenizer(GEMMA4_TOKENIZER, "gemma4")
 def answered(chat: ChatTemplate, n_tokens: int, wish: str, then: str = "") -> tuple[str, str, str, int]:
     """(thought, answer, all text, tokens of thought) where the model would write `wish`, and `then` once it is cut."""
     tokenizer = chat._tokenizer
-    prompt = chat.prepare(HELLO, thinking=True)
-    budget = chat.budget(prompt, n_tokens)
+    prompt = chat.prepare(HELLO, thinking=True, thinking_budget=n_tokens)
+    decoder = tokenizer.stream(prompt.ids, keep_special=prompt.keep_special)
+    budget = prompt.thinking.start(decoder)
     wished = tokenizer.encode(wish, parse_special=True, add_bos=False)
     ids: list[int] = []
     forced = budget.start()
-    was_forced = forced is not None
+    was_forced = bool(forced)
     while forced or wished:
         if forced:
             wished = [*forced, *tokenizer.encode(then, parse_special=True, add_bos=False)]
         ids.append(wished.pop(0))
-        forced = budget.push(ids[-1])
+        forced = budget.push(decoder.push(ids[-1]))
         assert not (was_forced and forced), "a thought is closed once"
-        was_forced = was_forced or forced is not None
+        was_forced = was_forced or bool(forced)
     stream, splitter = tokenizer.stream(prompt.ids, keep_special=prompt.keep_special), prompt.splitter()
     pieces = [piece for id in ids for piece in splitter.push(stream.push(id))]
     pieces += [*splitter.push(stream.finish()), *splitter.finish()]
@@ -79,21 +80,23 @@ def test_never_more_tokens_than_allowed_but_for_the_rest_of_a_character(n: int, 
 
 
 def test_all_thoughts_of_an_answer_share_one_budget() -> None:
-    budget = GEMMA4_CHAT.budget(GEMMA4_CHAT.prepare(HELLO, thinking=True), 4)
+    prompt = GEMMA4_CHAT.prepare(HELLO, thinking=True, thinking_budget=4)
+    decoder = GEMMA4_TOKENIZER.stream(prompt.ids, keep_special=prompt.keep_special)
+    budget = prompt.thinking.start(decoder)
     ids = GEMMA4_TOKENIZER.encode(
         "<|channel>thoughtxyz<channel|>u<|channel>thoughtv", parse_special=True, add_bos=False
     )
-    given = [budget.push(id) for id in ids]
-    assert given[:-1] == [None] * (len(ids) - 1)
-    assert GEMMA4_TOKENIZER.decode(given[-1] or [], keep_special=True) == "\n<channel|>"
+    given = [budget.push(decoder.push(id)) for id in ids]
+    assert given[:-1] == [[]] * (len(ids) - 1)
+    assert GEMMA4_TOKENIZER.decode(given[-1], keep_special=True) == "\n<channel|>"
 
 
 def test_budgets_are_refused_where_there_is_no_thought() -> None:
-    with pytest.raises(RequestError, match="budget of 8 tokens was asked for, but this llama model does not think"):
-        LLAMA3_CHAT.budget(LLAMA3_CHAT.prepare(HELLO), 8)
+    with pytest.raises(RequestError, match="of this llama model has no thinking"):
+        LLAMA3_CHAT.prepare(HELLO, thinking_budget=8)
     with pytest.raises(RequestError, match="but thinking is off"):
-        QWEN3_CHAT.budget(QWEN3_CHAT.prepare(HELLO, thinking=False), 8)
+        QWEN3_CHAT.prepare(HELLO, thinking=False, thinking_budget=8)
     with pytest.raises(RequestError, match="budget is -1 tokens, expected 0 or more"):
-        QWEN3_CHAT.budget(QWEN3_CHAT.prepare(HELLO), -1)
+        QWEN3_CHAT.prepare(HELLO, thinking_budget=-1)
     with pytest.raises(RequestError, match="of this llama model has no thinking"):
         LLAMA3_CHAT.prepare(HELLO, thinking=True)

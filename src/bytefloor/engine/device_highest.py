@@ -60,5 +60,5 @@ class DeviceHighest:
         places = torch.empty(n, dtype=torch.int64, device=values.device)
         maxima = values.view(-1, GROUP).amax(1)
         stream = torch.cuda.current_stream(values.device).cuda_stream
-        self._kernels[values.dtype].launch(stream, (1, 1), (values, maxima, best, places, n))
+        self._kernels[values.dtype].launch(stream, (1, 1), (values, maxima, best, places, n, self._n_values))
         return best, places

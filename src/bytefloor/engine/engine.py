@@ -195,9 +195,9 @@ class Engine:
         """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
 
         One that lost its pages has many tokens to compute first, though it has answered. Under a grammar all are the
-        host's: the next mask needs the token before it.
+        host's: the next mask needs the token before it. So are those that close a thought.
         """
-        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.constraint is None
+        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.has_free_choice
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:

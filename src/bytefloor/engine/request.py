@@ -8,6 +8,7 @@ from typing import Literal
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.text.grammar import Grammar
+from bytefloor.text.reasoning_budget import Thinking
 
 FinishReason = Literal["stop", "length", "loop", "cancelled", "error"]
 
@@ -22,6 +23,7 @@ class Request:
     detects_loops: end an answer that only repeats itself; the finish reason says so.
     shown_ids: control tokens whose text is part of the answer, such as the tags around reasoning.
     grammar: what the answer must look like; one that was cut, by a stop string too, need not.
+    thinking: thoughts are counted, and closed when they have used their tokens; shown_ids must have their tags.
     """
 
     prompt_ids: tuple[int, ...]
@@ -32,6 +34,7 @@ class Request:
     detects_loops: bool = False
     shown_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    thinking: Thinking | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Finish:
     context, ``loop`` it repeated itself, ``cancelled``, ``error``. detail: the same in words.
     stop: the stop string that ended it; None for any other end.
     n_cached: prompt tokens whose keys and values were already there, in every layer, when the request first began.
+    n_thought: tokens within thoughts, those of tags and those that closed them for the model not counted.
     Seconds are wall time.
     """
 
@@ -54,6 +58,7 @@ class Finish:
     decode_s: float
     seed: int
     stop: str | None = None
+    n_thought: int = 0
 
     @property
     def prompt_tok_s(self) -> float:

@@ -79,6 +79,18 @@ class Sampler:
         self.accept(token)
         if self.params.logprobs_after:
             return Sampled(token, float(log_p[place]), _best(ids, log_p, (0.0, 0.0), self.params.n_logprobs))
+        return self._own(logits, token)
+
+    def force(self, logits: npt.NDArray[np.floating], position: int, id: int) -> Sampled:
+        """As `sample` where only this token is left to choose, bans and penalties or not; mirostat's bound stays."""
+        self._check(logits, position)
+        self.accept(id)
+        if self.params.logprobs_after:
+            return Sampled(id, 0.0, ((id, 0.0),) if self.params.n_logprobs else ())
+        return self._own(logits, id)
+
+    def _own(self, logits: npt.NDArray[np.floating], token: int) -> Sampled:
+        """With the model's own log-probabilities."""
         shift, log_total = _normaliser(logits)
         logprob = min(0.0, (float(logits[token]) - shift) - log_total)
         return Sampled(token, logprob, _best(None, logits, (shift, log_total), self.params.n_logprobs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from bytefloor.engine.cache import SequenceCache
@@ -28,12 +29,20 @@ class SequenceState:
         self._end_ids = frozenset() if request.ignores_end else tokenizer.end_ids
         self._decoder = tokenizer.stream(request.prompt_ids, keep_special=request.shown_ids)
         self._stop = StopMatcher(request.stops)
+        self._budget = request.thinking.start(self._decoder) if request.thinking is not None else None
+        # Tokens that close a thought whose budget is spent: the next ones, whatever the model would say.
+        self._forced = deque(self._budget.start() if self._budget is not None else ())
         self._started_at = time.perf_counter()
         self._n_cached = 0
 
     @property
     def n_pending(self) -> int:
         return len(self.ids) - self.cache.length
+
+    @property
+    def has_free_choice(self) -> bool:
+        """Whether the next token follows from logits and sampling parameters alone."""
+        return self.constraint is None and not self._forced
 
     @property
     def n_generated(self) -> int:
@@ -60,6 +69,8 @@ class SequenceState:
 
     def sample(self, logits: Any) -> Sampled:
         """The next token from a row of logits. NumericalError for logits that are NaN."""
+        if self._forced:
+            return self.sampler.force(logits, len(self.ids) - 1, self._forced[0])
         allowed = self.constraint.allowed() if self.constraint is not None else None
         return self.sampler.sample(logits, len(self.ids) - 1, allowed)
 
@@ -76,7 +87,9 @@ class SequenceState:
             self.constraint.accept(sampled.id)
         if sampled.id in self._end_ids:
             return self._cut("stop", "end of turn", "", sampled)
-        text, is_stopped = self._stop.push(self._decoder.push(sampled.id))
+        text = self._decoder.push(sampled.id)
+        self._count_thought(text)
+        text, is_stopped = self._stop.push(text)
         if is_stopped:
             return self._last("stop", "stop string", text, sampled)
         if self.constraint is not None and self.constraint.is_complete:
@@ -88,6 +101,15 @@ class SequenceState:
         if self.request.detects_loops and is_looping(self.ids[len(self.request.prompt_ids) :]):
             return self._cut("loop", "the answer repeats itself", text, sampled)
         return Delta(self.request_id, text, sampled)
+
+    def _count_thought(self, text: str) -> None:
+        """text: what the last token added."""
+        if self._forced:
+            self._forced.popleft()
+        closing = self._budget.push(text) if self._budget is not None else []
+        # Under a grammar thoughts are told by control tokens: text that only spells one is the grammar's.
+        if self.constraint is None or self.constraint.is_thinking:
+            self._forced.extend(closing)
 
     def _cut(self, reason: FinishReason, detail: str, text: str, sampled: Sampled) -> Delta:
         """End here. Text held back for a longer character or a stop string comes out, and may yet complete one."""
@@ -113,4 +135,5 @@ class SequenceState:
             decode_s=end - first,
             seed=self.sampler.seed,
             stop=self._stop.found,
+            n_thought=self._budget.n_used if self._budget is not None else 0,
         )

@@ -1,8 +1,9 @@
 // highest: the n best of many values, descending, the lower id among equals.
 //
-// values [N] and the maxima of its groups of 64 [N / 64], both VALUE (float or double) -> best [n] and ids int64 [n], n <= 64 and
-// n <= N / 64. Exact. NaN counts as the highest. One block: those n lie in the n groups whose maxima come first, maxima in the same
-// order, as every group before another holds only lower ids; so no more than 64 n values are looked at.
+// values [R][length] and the maxima of their groups of 64 [R][N / 64], both VALUE (float or double) -> best [R][n] and ids int64
+// [R][n], n <= 64 and n <= N / 64; length <= N. Exact. NaN counts as the highest. A block a row: those n lie in the n groups whose
+// maxima come first, maxima in the same order, as every group before another holds only lower ids; so no more than 64 n values are
+// looked at.
 // Defined by the host: VALUE, N, THREADS, GROUP (64), MOST (64, of n).
 constexpr int GROUPS = N / GROUP, MINE = (GROUPS + THREADS - 1) / THREADS;
 
@@ -56,12 +57,13 @@ __device__ __forceinline__ int sum_before(int mine, int* of_warps) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    highest(const VALUE* values, const VALUE* maxima, VALUE* best, long long* ids, int n) {
+    highest(const VALUE* values, const VALUE* maxima, VALUE* best, long long* ids, int n, int length) {
     extern __shared__ __align__(16) u8 shared[];
     Key* keys = (Key*)shared;  // [MOST * GROUP] of those that may be among the best
     int *key_ids = (int*)(keys + MOST * GROUP), *groups = key_ids + MOST * GROUP;
     __shared__ int counters[3], of_warps[32], n_groups, n_found;
     int tid = threadIdx.x;
+    values += (size_t)blockIdx.x * length, maxima += (size_t)blockIdx.x * GROUPS, best += blockIdx.x * n, ids += blockIdx.x * n;
     if (tid == 0) counters[0] = 0, n_groups = 0, n_found = 0;
     wait_for_previous();
     let_next_start();
@@ -89,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     for (int i = tid; i < n * GROUP; i += THREADS) {
         int id = groups[i / GROUP] * GROUP + i % GROUP;
-        Key key = Ordered<VALUE>::key(values[id]);
+        if (id >= length) continue;
+        Key key = Ordered<VALUE>::key(values[id] + (VALUE)0);  // -0 is 0
         if (key < border) continue;
         int at = atomicAdd(&n_found, 1);
         keys[at] = key, key_ids[at] = id;

@@ -123,11 +123,13 @@ class Answer:
         firsts = self._firsts()
         n_prompt = sum(finish.n_prompt for finish in firsts)
         n_generated = sum(finish.n_generated for finish in self._finishes())
+        n_thought = sum(finish.n_thought for finish in self._finishes())
         return {
             "prompt_tokens": n_prompt,
             "completion_tokens": n_generated,
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {"cached_tokens": sum(finish.n_cached for finish in firsts)},
+            "completion_tokens_details": {"reasoning_tokens": n_thought},
         }
 
     def timings(self) -> Json:

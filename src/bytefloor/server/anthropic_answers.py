@@ -109,6 +109,7 @@ class MessageAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": n_cached,
             "output_tokens": finish.n_generated if finish else 0,
+            "output_tokens_details": {"thinking_tokens": finish.n_thought if finish else 0},
         }
 
     @property

@@ -58,6 +58,7 @@ class _Conversion:
 
     def __init__(self) -> None:
         self._origins = {"stop": "stop_sequences", "response_format": "output_config.format"}
+        self._origins["thinking_budget"] = "thinking.budget_tokens"
         self._origins["response_format.json_schema.schema"] = "output_config.format.schema"
         self._messages: list[MessageBody] = []
 
@@ -96,7 +97,9 @@ class _Conversion:
         if body.tool_choice is not None:
             chat.tool_choice, is_single = _choice(body), body.tool_choice.disable_parallel_tool_use
             chat.parallel_tool_calls = not is_single
-        chat.chat_template_kwargs = _thinking(body.thinking)
+        if body.thinking is not None:
+            chat.chat_template_kwargs = {"enable_thinking": body.thinking.type != "disabled"}
+            chat.thinking_budget = _budget(body.thinking)
         if body.output_config is not None and body.output_config.format is not None:
             schema = {"schema": body.output_config.format.schema}
             chat.response_format = {"type": "json_schema", "json_schema": schema}
@@ -235,11 +238,9 @@ def _choice(body: CountBody) -> Any:
     return _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
 
 
-def _thinking(thinking: ThinkingBody | None) -> dict[str, Any] | None:
-    """Variables of the template. Without a word about it the template decides."""
-    if thinking is None:
-        return None
-    if thinking.budget_tokens is not None:
+def _budget(thinking: ThinkingBody) -> int | None:
+    """Tokens of thought. Without one a thought is as long as the model likes."""
+    if thinking.budget_tokens is not None and thinking.type != "enabled":
         at = "thinking.budget_tokens"
-        raise bad_field(at, f"{at} is not supported by this server; leave it out", "unsupported_parameter")
-    return {"enable_thinking": thinking.type != "disabled"}
+        raise bad_field(at, f"{at}: expected only where thinking.type is 'enabled', found with {thinking.type!r}")
+    return thinking.budget_tokens

@@ -28,7 +28,7 @@ from bytefloor.server.anthropic_chat import ask_messages, count_tokens
 from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
 from bytefloor.server.event_stream import EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
-from bytefloor.server.guard import Guard, error_body, read_body, refused
+from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
 from bytefloor.server.refusal import Refusal
 from bytefloor.server.sampling import SAMPLING_NAMES
 from bytefloor.server.service import Service
@@ -191,6 +191,11 @@ class Endpoints:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
             yield event(error_body(refusal, request.scope))
+        except Exception as error:
+            LOG.error("a stream failed", exc_info=error)
+            self._service.metrics.failed(500)
+            facts["error"] = f"{type(error).__name__}: {error}"
+            yield event(error_body(failure(error), request.scope))
         except (asyncio.CancelledError, GeneratorExit):
             facts["gone"] = True
             raise

@@ -16,6 +16,7 @@ from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.sampling import in_range, sampling_params
 from bytefloor.server.served import Served
 from bytefloor.server.structured import grammar_of
+from bytefloor.server.thinking import wanted_thinking
 from bytefloor.text.chat import ChatPrompt
 from bytefloor.text.reply import ReplySplitter
 from bytefloor.text.stop import StopMatcher
@@ -55,7 +56,7 @@ class Asked:
 def ask_chat(body: ChatBody, served: Served) -> Asked:
     """What /v1/chat/completions is asked. Refusal 400 with the field's name."""
     served.check_name(body.model)
-    _refuse_for_now(body, "functions", "function_call", "reasoning_effort")
+    _refuse_for_now(body, "functions", "function_call")
     if body.modalities not in (None, ["text"]):
         raise bad_field("modalities", f"modalities = {body.modalities!r}: expected ['text'], there is nothing else")
     in_range("top_logprobs", body.top_logprobs, int, 0, 20)
@@ -69,7 +70,8 @@ def ask_chat(body: ChatBody, served: Served) -> Asked:
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
     request = _request(body, served, prompt, body.max_completion_tokens or body.max_tokens, n_logprobs, "messages")
     has_one_call = body.parallel_tool_calls is False and prompt.call_format is not None
-    choices = [replace(choice, ends_with_call=has_one_call) for choice in _choices(body, request, prompt)]
+    choices = _choices(body, request, prompt.raw() if body.reasoning_format == "none" else prompt)
+    choices = [replace(choice, ends_with_call=has_one_call) for choice in choices]
     return _asked("chat", body, choices, bool(body.logprobs))
 
 
@@ -97,18 +99,22 @@ def chat_prompt(body: ChatBody | TemplateBody, served: Served, add_generation_pr
     if served.template is None:
         raise bad_field("messages", served.template_advice, "no_chat_template")
     kwargs = template_kwargs(body.chat_template_kwargs)
-    messages, choice = as_messages(body.messages), _tool_choice(body)
+    messages, choice, thinking = as_messages(body.messages), _tool_choice(body), wanted_thinking(body)
     try:
         return served.template.prepare(
             messages,
             tools=body.tools or None,
             tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False,
+            thinking=thinking.is_on,
+            thinking_budget=thinking.n_most,
+            fold_system=bool(body.fold_system),
             add_generation_prompt=add_generation_prompt,
             **kwargs,
         )
     except RequestError as error:
         at = "tools" if str(error).startswith("tool") else "messages"
+        at = thinking.at if thinking.at and "think" in str(error) else at
         raise bad_field(at, str(error)) from None
     except RecursionError:
         raise bad_field("messages", "messages or chat_template_kwargs are nested too deeply") from None
@@ -152,6 +158,7 @@ def _request(
         detects_loops=served.detects_loops,
         shown_ids=prompt.keep_special,
         grammar=grammar_of(body, prompt, served.grammars),
+        thinking=prompt.thinking,
     )
     try:
         served.engine.check(request)

@@ -7,7 +7,7 @@ so that `asked.py` can refuse them by name.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ class SamplingFields(Body):
     mirostat_eta: float | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
+    logprobs_after: bool | None = None
 
 
 class StreamOptions(Body):
@@ -120,6 +121,10 @@ class ChatBody(GenerationFields, kw_only=True):
 
     messages: list[MessageBody]
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
+    fold_system: bool | None = None
+    reasoning_format: Literal["none", "auto"] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -129,7 +134,6 @@ class ChatBody(GenerationFields, kw_only=True):
     # Of features that are not there.
     functions: Any = None
     function_call: Any = None
-    reasoning_effort: Any = None
     modalities: Any = None
 
 
@@ -148,6 +152,9 @@ class TemplateBody(Body):
 
     messages: list[MessageBody]
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking_budget: int | None = None
+    fold_system: bool | None = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

@@ -45,6 +45,11 @@ def refused(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = 
     return Response(body, status, headers, media_type="application/json")
 
 
+def failure(error: Exception) -> Refusal:
+    """What a client is told of a mistake of the server's own; the log has the rest."""
+    return Refusal(500, f"the server failed: {type(error).__name__}", code="internal_error")
+
+
 async def read_body(request: Request, most_bytes: int) -> bytes:
     """The whole body. Refusal for one that is too long, before all of it has come, or is not said to be JSON.
 
@@ -112,8 +117,7 @@ class Guard:
             LOG.error("a request failed", exc_info=error, extra={"facts": {"id": id}})
             facts["error"] = f"{type(error).__name__}: {error}"
             if status == 0:
-                failure = Refusal(500, f"the server failed: {type(error).__name__}", code="internal_error")
-                await refused(failure, scope)(scope, receive, noted)
+                await refused(failure(error), scope)(scope, receive, noted)
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.responded(path, status)
         if status >= 400:

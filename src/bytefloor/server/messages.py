@@ -9,7 +9,17 @@ from bytefloor.server.bodies import MessageBody, TextPart, convert
 from bytefloor.server.refusal import bad_field
 from bytefloor.text.chat import Message, ToolCall
 
-_OURS = ("messages", "tools", "add_generation_prompt", "fold_system", "thinking", "bos_token", "eos_token", "self")
+_OURS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "fold_system",
+    "thinking",
+    "thinking_budget",
+    "bos_token",
+    "eos_token",
+    "self",
+)
 """Variables of a template that do not come from chat_template_kwargs."""
 
 

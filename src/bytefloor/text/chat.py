@@ -16,7 +16,7 @@ from bytefloor.text.call_grammar import GrammarSource, call_grammar
 from bytefloor.text.calls import CallFormat, format_of
 from bytefloor.text.message import Message, ToolCall
 from bytefloor.text.reasoning import CHANNEL, THINK, ReasoningSplitter, ReasoningTags, split_reasoning
-from bytefloor.text.reasoning_budget import ReasoningBudget
+from bytefloor.text.reasoning_budget import Thinking
 from bytefloor.text.reply import ReplySplitter
 from bytefloor.text.sandbox import compiled
 from bytefloor.text.shield import Shield
@@ -46,6 +46,7 @@ class ChatPrompt:
     call_format: CallFormat | None = None  # None: the reply has no calls
     tool_names: frozenset[str] = frozenset()  # tools that may be called
     grammar: GrammarSource | None = None  # what the reply must be, its thought apart, where a call is demanded
+    thinking: Thinking | None = None  # how long the reply may think; None where it has no thoughts
 
     def reply(self, answer_id: str) -> ReplySplitter:
         """A splitter for one reply to this prompt; the ids of its calls follow from `answer_id`."""
@@ -53,7 +54,7 @@ class ChatPrompt:
 
     def raw(self) -> ChatPrompt:
         """The same prompt, its reply's thoughts left in the text with their tags."""
-        return replace(self, reasoning_tags=None)
+        return replace(self, reasoning_tags=None, thinking=None)
 
     @classmethod
     def plain(cls, text: str, ids: list[int]) -> ChatPrompt:
@@ -130,11 +131,14 @@ class ChatTemplate:
         tool_choice: ToolChoice | None = None,
         parallel_calls: bool = True,
         thinking: bool | None = None,
+        thinking_budget: int | None = None,
         add_generation_prompt: bool = True,
         fold_system: bool = False,
         **kwargs: Any,
     ) -> ChatPrompt:
         """Renders and encodes. `thinking` None leaves it to the template; `kwargs` are variables for the template.
+
+        `thinking_budget`: most tokens of thought, which it turns on.
 
         `tools` are in OpenAI's form. With the choice `none` the model is not shown them, and its reply has no calls.
         `fold_system` puts the system's text before the first user's, for templates that know no system turn.
@@ -151,6 +155,10 @@ class ChatTemplate:
         if choice.mode == "none":
             tools, known, names = None, (), frozenset()
         thinking = kwargs.pop("enable_thinking", thinking) if thinking is None else thinking
+        if thinking_budget is not None:
+            if thinking is False:
+                raise RequestError(f"a thinking budget of {thinking_budget} tokens was asked for, but thinking is off")
+            thinking = True
         if thinking and not self.supports_thinking:
             raise RequestError(
                 f"thinking was asked for, but the chat template of this {self._family} model has no thinking to turn on"
@@ -173,19 +181,7 @@ class ChatTemplate:
             call_format=format,
             tool_names=names,
             grammar=grammar,
-        )
-
-    def budget(self, prompt: ChatPrompt, n_tokens: int) -> ReasoningBudget:
-        """Counts one reply's tokens of thought; refused where the reply to this prompt has no thoughts."""
-        if prompt.reasoning_tags is None or not self.supports_thinking:
-            why = "thinking is off" if self.supports_thinking else f"this {self._family} model does not think"
-            raise RequestError(f"a thinking budget of {n_tokens} tokens was asked for, but {why}")
-        return ReasoningBudget(
-            n_tokens,
-            prompt.reasoning_tags,
-            self._tokenizer.stream(prompt.ids, keep_special=prompt.keep_special),
-            prompt.splitter(),
-            lambda text: self._tokenizer.encode(text, parse_special=True, add_bos=False),
+            thinking=Thinking(tags, is_open, self._tokenizer, thinking_budget) if tags else None,
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:

@@ -52,6 +52,11 @@ class Constraint:
         """The answer is whole and nothing can follow."""
         return self._state == "answer" and self._matcher.is_stopped() and not self._matcher.is_error()
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether a thought is open, in which any token goes."""
+        return self._state == "thought"
+
     def prepare(self) -> None:
         """Compute the next mask now, so that `allowed` does not have to: while a device is busy."""
         if self._bits is None and self._state in ("start", "gap", "answer") and not self._matcher.is_error():

@@ -80,7 +80,8 @@ def children(path: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_at(schema: Any, reason: str, complaint: Callable[[Any], str | None]) -> RequestError:
-    """The error for a schema that does not compile: at the innermost schema inside it that has the same fault alone.
+    """The error for a schema that does not compile: at the innermost schema inside it that has the same fault alone,
+    and at the keyword there without which it is gone, if there is just one.
 
     complaint: what is wrong with a schema, None for nothing.
     """
@@ -94,7 +95,12 @@ def refuse_at(schema: Any, reason: str, complaint: Callable[[Any], str | None]) 
                 break
         else:
             break
-    return RequestError(f"json_schema: {path}: {reason}")
+    keywords = [key for key in at if key in _ENFORCED] if isinstance(at, Mapping) else []
+    blamed = [
+        key for key in keywords if complaint({**definitions, **{k: v for k, v in at.items() if k != key}}) != reason
+    ]
+    where = f"{path}/{blamed[0]}" if len(blamed) == 1 else path
+    return RequestError(f"json_schema: {where}: {reason}")
 
 
 def _check_keywords(path: str, schema: Mapping[str, Any]) -> None:

@@ -85,6 +85,7 @@ class Conversation:
             stops=self.options.stops,
             detects_loops=self.opened.detects_loops,
             shown_ids=prompt.keep_special,
+            thinking=prompt.thinking,
         )
         printer = Printer(self.options.is_thought_shown)
         answer = stream_answer(self.opened.engine, request, prompt.splitter(), printer)

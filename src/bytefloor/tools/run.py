@@ -34,6 +34,7 @@ class RunOptions:
     is_raw: bool
     is_json: bool
     grammar: Asked | None = None
+    thinking_budget: int | None = None
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -96,6 +97,7 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
         detects_loops=opened.detects_loops,
         shown_ids=prompt.keep_special,
         grammar=grammar,
+        thinking=prompt.thinking,
     )
     show = (lambda channel, piece: None) if asked.is_json else Printer()
     answer = stream_answer(opened.engine, request, prompt.splitter(), show)
@@ -112,14 +114,14 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
 def make_prompt(opened: Opened, text: str, asked: RunOptions) -> ChatPrompt:
     """Through the file's chat template; as it is with --raw, or where the file brings none."""
     if asked.is_raw or opened.template is None:
-        if asked.system is not None or asked.thinking is not None:
+        if any(each is not None for each in (asked.system, asked.thinking, asked.thinking_budget)):
             why = "--raw was given" if asked.is_raw else "the model has no chat template"
-            raise RequestError(f"--system and --thinking need a chat template, and {why}")
+            raise RequestError(f"--system, --thinking and --reasoning-budget need a chat template, and {why}")
         return ChatPrompt.plain(text, opened.tokenizer.encode(text))
     messages = [Message("user", text)]
     if asked.system is not None:
         messages.insert(0, Message("system", asked.system))
-    return opened.template.prepare(messages, thinking=asked.thinking)
+    return opened.template.prepare(messages, thinking=asked.thinking, thinking_budget=asked.thinking_budget)
 
 
 class Printer:
