@@ -18,7 +18,8 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import Opened
-from bytefloor.server.process import bind, make_server
+from bytefloor.engine.stream_limit import StreamLimit
+from bytefloor.server.process import Server, bind, make_server
 from bytefloor.server.service import ServerOptions, Service
 
 SHORT = ServerOptions(name="tiny", keep_alive_s=0.2, drain_s=20)
@@ -89,6 +90,7 @@ class Live:
     url: str
     service: Service
     loop: asyncio.AbstractEventLoop
+    server: Server
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,15 +119,15 @@ def eventually(is_so: Callable[[], bool], what: str, limit_s: float = 20) -> Non
 
 
 @contextmanager
-def live(opened: Opened, options: ServerOptions = SHORT) -> Iterator[Live]:
-    service, bound = Service(opened, options), bind("127.0.0.1", 0)
+def live(opened: Opened, options: ServerOptions = SHORT, limit: StreamLimit | None = None) -> Iterator[Live]:
+    service, bound = Service(opened, options, limit), bind("127.0.0.1", 0)
     server = make_server(service)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(sockets=[bound]),))
     thread.start()
     try:
         eventually(lambda: server.started or not thread.is_alive(), "started")
-        running = Live(f"http://127.0.0.1:{bound.getsockname()[1]}", service, loop)
+        running = Live(f"http://127.0.0.1:{bound.getsockname()[1]}", service, loop, server)
         yield running
         running.http.close()
         running.openai.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -29,3 +30,17 @@ class Batch:
     wanted: list[int] = field(default_factory=list)
     tables: dict[str, list[list[int]]] = field(default_factory=dict)
     copies: list[PageCopy] = field(default_factory=list)
+
+
+def part_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some rows of a batch, those of a sequence next to each other, and nothing of other sequences; without copies."""
+    members = list(dict.fromkeys(batch.sequence[row] for row in rows))
+    wanted = set(batch.wanted)
+    return Batch(
+        tokens=[batch.tokens[row] for row in rows],
+        positions=[batch.positions[row] for row in rows],
+        slots=[batch.slots[row] for row in rows],
+        sequence=[members.index(batch.sequence[row]) for row in rows],
+        wanted=[i for i, row in enumerate(rows) if row in wanted],
+        tables={name: [tables[sequence] for sequence in members] for name, tables in batch.tables.items()},
+    )

@@ -225,6 +225,18 @@ class SequenceCache:
         batch.sequence.extend([index] * len(ids))
         batch.wanted.extend(first_row + row for row in wanted)
 
+    def append_row(self, batch: Batch, token: int, n_before: int = 0) -> None:
+        """Put one row, wanted, into a batch of such rows: the next, or the one behind n_before that are under way. It and
+        they are writable."""
+        place = self.length + n_before
+        batch.wanted.append(len(batch.tokens))
+        batch.sequence.append(len(batch.tokens))
+        batch.tokens.append(token)
+        batch.positions.append(place)
+        batch.slots.append(place)
+        for kind in self.kinds:
+            batch.tables.setdefault(kind.name, []).append(self.table(kind))
+
     def show(self, batch: Batch, n_rows: int) -> None:
         """Make the next n_rows positions writable, and put copies and tables that this takes into a batch; no rows."""
         batch.copies.extend(self.reserve(n_rows))

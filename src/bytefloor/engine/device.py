@@ -6,7 +6,6 @@ one capture serves every position; replaying it equals launching its kernels one
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -14,20 +13,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bytefloor.engine.batch import Batch
+from bytefloor.engine.batch import Batch, part_of
+from bytefloor.engine.batch_loop import BatchLoop
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
 from bytefloor.engine.device_batch import BatchGraph, DecodingRow, sizes_for
 from bytefloor.engine.device_highest import DeviceHighest, highest_specs
 from bytefloor.engine.device_sampler import sampler_bytes
-from bytefloor.engine.kernels import ARCHITECTURES, current, load_kernels
-from bytefloor.engine.launches import STORAGES
+from bytefloor.engine.device_support import check_list, device_architecture
+from bytefloor.engine.kernels import current, load_kernels
 from bytefloor.engine.memory import MemoryPlan, check_memory, place_table
 from bytefloor.engine.packed import PackedWeights
 from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
 from bytefloor.engine.progress import COMPILING, Progress, Silent
 from bytefloor.engine.prompt import PromptRunner
 from bytefloor.engine.row_planner import RowPlanner
+from bytefloor.engine.row_sampler import RowSampler, row_sampler_bytes, row_sampler_specs
 from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
@@ -72,6 +73,7 @@ class DeviceExecutor:
         check_memory(self.memory_plan, progress, advice)
         finders = highest_specs(self._n_vocabulary)
         specs = [*(launch.kernel for launch in launches), *self._row_specs, *finders.values()]
+        specs += row_sampler_specs(self._n_vocabulary) if plan.n_sequences > 1 else []
         with current(self.device):
             kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
@@ -150,6 +152,8 @@ class DeviceExecutor:
         running = rows.running_bytes() + sampler_bytes(self._n_vocabulary, self.plan.capacity)
         # Logits of sequences that decode together wait for a prompt beside them, and are stacked then.
         running += 2 * max(self.batch_sizes, default=0) * self._n_vocabulary * 4
+        if self.plan.n_sequences > 1:
+            running += rows.decoding_bytes() + row_sampler_bytes(self._n_vocabulary, self.plan.n_sequences)
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
         n_positions = self.plan.most_positions
@@ -220,11 +224,14 @@ class DeviceExecutor:
 
     def _prepare(self, batch: Batch) -> None:
         """Pages that must be copied before they are written, and the tables of one sequence where they changed."""
+        self._copy_pages(batch)
+        self._show({name: rows[0] for name, rows in batch.tables.items()})
+
+    def _copy_pages(self, batch: Batch) -> None:
         if batch.positions != batch.slots:
             raise UnsupportedError("the kernels turn a row by its slot: positions that differ from slots have none yet")
         for copy in batch.copies:
             self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
-        self._show({name: rows[0] for name, rows in batch.tables.items()})
 
     def _show(self, tables: dict[str, list[int]]) -> None:
         for name, table in tables.items():
@@ -280,8 +287,8 @@ class DeviceExecutor:
         self.launch_all(graph.launches) if is_eager else graph.replay()
         return dict(zip(rows, graph.memory.logits[: len(rows)].clone(), strict=True))
 
-    def _place(self, batch: Batch, rows: Sequence[int]) -> BatchGraph:
-        """The graph that has room for these rows, with them in it."""
+    def _place(self, batch: Batch, rows: Sequence[int], tokens: Tensor | None = None) -> BatchGraph:
+        """The graph that has room for these rows, with them in it. tokens: see ``BatchGraph.place``."""
         graph = next(graph for size, graph in sorted(self._batches.items()) if size >= len(rows))
         decoding = [
             DecodingRow(
@@ -291,8 +298,7 @@ class DeviceExecutor:
             )
             for row in rows
         ]
-        self._stream.synchronize()
-        graph.place(decoding)
+        graph.place(decoding, tokens)
         return graph
 
     def _run_alone(self, batch: Batch, is_eager: bool) -> Tensor:
@@ -359,6 +365,24 @@ class DeviceExecutor:
             )
         )
 
+    def make_batch_loop(self) -> BatchLoop | None:
+        """The same of several sequences."""
+        if self.plan.n_sequences == 1:
+            return None
+        kernels = {each: self._kernels[each] for each in row_sampler_specs(self._n_vocabulary)}
+        sampler = RowSampler(self._memory.banned, self.plan.n_sequences, kernels)
+        return BatchLoop(self._start_together, sampler, self._banned_ids, self._stream, self.device)
+
+    def _start_together(self, batch: Batch, tokens: Tensor | None) -> Tensor:
+        """Logits of a row of each sequence, for which nobody waits. tokens: int64 on the device, for those of batch."""
+        self._copy_pages(batch)
+        n = len(batch.tokens)
+        if n > max(self._batches, default=0):
+            return self._prompts.decode(batch, tokens)
+        graph = self._place(batch, range(n), tokens)
+        graph.replay()
+        return graph.memory.logits[:n]
+
     def host_us(self, n: int = 20) -> float:
         """Microseconds the host takes to start one token: what must stay below the device's time for one.
 
@@ -400,44 +424,6 @@ class DeviceExecutor:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
 
-def part_of(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some rows of a batch, those of a sequence next to each other, and nothing of other sequences; without copies."""
-    members = list(dict.fromkeys(batch.sequence[row] for row in rows))
-    wanted = set(batch.wanted)
-    return Batch(
-        tokens=[batch.tokens[row] for row in rows],
-        positions=[batch.positions[row] for row in rows],
-        slots=[batch.slots[row] for row in rows],
-        sequence=[members.index(batch.sequence[row]) for row in rows],
-        wanted=[i for i, row in enumerate(rows) if row in wanted],
-        tables={name: [tables[sequence] for sequence in members] for name, tables in batch.tables.items()},
-    )
-
-
 def _kv(step: Step) -> str:
     """What the cache keeps: the same in all layers, which ``check_list`` sees to."""
     return step.kinds[0].storage
-
-
-def check_list(step: Step) -> None:
-    """UnsupportedError for a list whose roundings are not those of the kernels."""
-    activations = {call.attributes["to"] for call in step.calls if call.op.name == "round_to"}
-    storages = {kind.storage for kind in step.kinds}
-    if activations != {"int16_g32"} or len(storages) != 1 or not storages <= set(STORAGES):
-        found = f"activations {sorted(activations) or 'as they are'}, cache {sorted(storages)}"
-        raise UnsupportedError(
-            f"the kernels round activations to int16_g32 and keep a cache of one of {', '.join(STORAGES)}; "
-            f"the list says {found}"
-        )
-
-
-def device_architecture(device: torch.device) -> str:
-    """The compiler's name of the device. UnsupportedError for a kind that no card has run, and without the compiler."""
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        raise UnsupportedError("no CUDA compiler: cuda-core is not installed (pip install 'bytefloor[cuda]')")
-    major, minor = torch.cuda.get_device_capability(device)
-    name = f"sm_{major}{minor}a"
-    if name not in ARCHITECTURES:
-        card = torch.cuda.get_device_name(device)
-        raise UnsupportedError(f"{card} (sm_{major}{minor}): kernels compile for it, but no such card has run them yet")
-    return name

@@ -51,29 +51,30 @@ class BatchGraph:
     ) -> None:
         self.memory, self.launches, self._written, self.replay = memory, launches, written, replay
         self.n_tokens = memory.n_tokens
-        pin = memory.device.type == "cuda"
-        self._state = torch.zeros(self.n_tokens, 2, dtype=torch.int32, pin_memory=pin)
-        self._tables = {
-            name: torch.full_like(table, NULL_PAGE, device="cpu", pin_memory=pin)
-            for name, table in memory.tables.items()
-        }
+        self._tables = {name: torch.full_like(table, NULL_PAGE, device="cpu") for name, table in memory.tables.items()}
         # The same as lists: what has not changed since the last step, nearly all of it, is compared and not copied.
         self._empty = {name: [NULL_PAGE] * table.shape[1] for name, table in memory.tables.items()}
         self._shown = {name: [empty] * self.n_tokens for name, empty in self._empty.items()}
 
-    def place(self, rows: Sequence[DecodingRow]) -> None:
-        """Put rows where the next step finds them. What was placed before must have been read by the device."""
+    def place(self, rows: Sequence[DecodingRow], tokens: Tensor | None = None) -> None:
+        """Put rows where the next step finds them. tokens: int64 on the device, in place of the rows' own."""
         padded = [*rows, *[PADDING] * (self.n_tokens - len(rows))]
-        self._state.copy_(torch.tensor([(row.token, row.position) for row in padded], dtype=torch.int32))
-        self.memory.state[:, :2].copy_(self._state, non_blocking=True)
+        state = torch.tensor([(row.token, row.position) for row in padded], dtype=torch.int32)
+        self.memory.state[:, :2].copy_(self._pinned(state), non_blocking=True)
+        if tokens is not None:
+            self.memory.state[: len(rows), 0].copy_(tokens)
         for name, tables in self._tables.items():
             wanted = [row.tables.get(name, self._empty[name]) for row in padded]
             changed = [i for i, (old, new) in enumerate(zip(self._shown[name], wanted, strict=True)) if old != new]
             for i in changed:
                 tables[i] = torch.tensor(wanted[i], dtype=torch.int32)
             if changed:
-                self.memory.tables[name].copy_(tables, non_blocking=True)
+                self.memory.tables[name].copy_(self._pinned(tables), non_blocking=True)
                 self._shown[name] = wanted
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        """A copy that the device may read whenever it comes to it: such memory is given to nobody else before."""
+        return values.pin_memory() if self.memory.device.type == "cuda" else values
 
     def poison(self) -> None:
         """As ``DeviceExecutor.poison``: NaN in all that a step writes, with the parity of the last one."""

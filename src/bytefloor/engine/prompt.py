@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
+from bytefloor.engine.decode_loop import capture
 from bytefloor.engine.kernels import Kernel, KernelSpec
 from bytefloor.engine.plan_rows import Item, attention_items
 from bytefloor.engine.planner import Launch
@@ -39,6 +43,10 @@ class PromptRunner:
         assert isinstance(logits, FusedLogits)
         self._cap = logits.cap
         self._walks: dict[int, tuple[Walk, list[Callable[[], None]]]] = {}
+        self._decoding: dict[int, tuple[Callable[[], None], Tensor]] = {}
+        self._pool: Any = None
+        self._tables = {name: np.zeros((planner.plan.n_sequences, n), np.int32) for name, n in planner.n_table.items()}
+        self._shown: dict[str, list[list[int]]] = {name: [[]] * planner.plan.n_sequences for name in self._tables}
         # The planner's buffers were filled with zeros on the stream that was current, for which this one does not wait.
         stream.wait_stream(torch.cuda.current_stream(self._device))
 
@@ -58,6 +66,36 @@ class PromptRunner:
         for start in trunk:
             start()
         return self._head(walk, len(batch.wanted))
+
+    def decode(self, batch: Batch, tokens: Tensor | None) -> Tensor:
+        """The same of a row of each sequence, all wanted, by a graph: in place until the next call of this.
+
+        tokens: int64 on the device, in place of the batch's.
+        """
+        n = len(batch.tokens)
+        pitch = pad_rows(n)
+        self._place(batch, pitch)
+        if tokens is not None:
+            self._planner.inputs.tokens[:n].copy_(tokens)
+        replay, logits = self._decoder(pitch)
+        replay()
+        return logits[:n]
+
+    def _decoder(self, pitch: int) -> tuple[Callable[[], None], Tensor]:
+        """A graph that computes all rows and their logits, captured when their number comes for the first time."""
+        if pitch not in self._decoding:
+            walk, trunk = self._trunk(pitch)
+            logits = torch.empty(pitch, self._planner.n_vocabulary, device=self._device)
+
+            def work() -> None:
+                for start in trunk:
+                    start()
+                logits.copy_(self._head(walk, pitch))
+
+            if self._pool is None and self._device.type == "cuda":
+                self._pool = torch.cuda.graph_pool_handle()
+            self._decoding[pitch] = capture(work, self._stream, self._device, self._pool), logits
+        return self._decoding[pitch]
 
     def _trunk(self, pitch: int) -> tuple[Walk, list[Callable[[], None]]]:
         """Planned when a number of rows comes for the first time."""
@@ -88,35 +126,48 @@ class PromptRunner:
         inputs, plan, n = self._planner.inputs, self._planner.plan, len(batch.tokens)
         pin = self._device.type == "cuda"
         # Pinned memory of torch is given to nobody else before the copy has read it.
-        tokens = torch.zeros(inputs.tokens.shape, dtype=torch.int64, pin_memory=pin)
-        tokens[:n] = torch.tensor(batch.tokens, dtype=torch.int64)
-        inputs.tokens.copy_(tokens, non_blocking=True)
-        host = torch.zeros(inputs.values.shape, dtype=torch.int32, pin_memory=pin)
+        tokens = torch.zeros(pitch, dtype=torch.int64, pin_memory=pin)
+        tokens.numpy()[:n] = batch.tokens
+        inputs.tokens[:pitch].copy_(tokens, non_blocking=True)
+        values = torch.zeros(inputs.values.shape, dtype=torch.int32, pin_memory=pin)
+        host = values.numpy()
 
-        def put(name: str, values: Sequence[int]) -> None:
+        def put(name: str, numbers: npt.ArrayLike, size: int) -> None:
             start = inputs.starts[name]
-            if len(values) > inputs.sizes[name]:
-                raise CapacityError(f"{name} of a batch: {len(values)} numbers, there is room for {inputs.sizes[name]}")
-            host[start : start + len(values)] = torch.tensor(values, dtype=torch.int32)
+            if size > inputs.sizes[name]:
+                raise CapacityError(f"{name} of a batch: {size} numbers, there is room for {inputs.sizes[name]}")
+            host[start : start + size] = numbers
 
         runs = runs_of(batch)
-        for first, length, slot, sequence in runs:
-            for name in ("positions", "slots"):  # the same, as the executor has seen to
-                at = inputs.starts[name] + first
-                torch.arange(slot, slot + length, dtype=torch.int32, out=host[at : at + length])
-            at = inputs.starts["sequence"] + first
-            host[at : at + length] = sequence
+        for name in ("positions", "slots"):  # the same, as the executor has seen to
+            put(name, batch.slots, n)
+        put("sequence", batch.sequence, n)
         padding = inputs.starts["sequence"]
         host[padding + n : padding + pitch] = PADDING_SEQUENCE
-        put("wanted", batch.wanted)
+        put("wanted", batch.wanted, len(batch.wanted))
         for size in inputs.item_rows:
             items, most = attention_items(runs, size), inputs.n_items(pitch, size, plan)
             if len(items) > most:  # attention has a block for each that there may be
                 raise CapacityError(f"{n} rows in {len(items)} pieces of consecutive slots: there is room for {most}")
-            put(f"items.{size}", [value for item in items for value in item])
+            put(f"items.{size}", np.array(items, np.int32).ravel(), 4 * len(items))
         for name, tables in batch.tables.items():
-            put(f"table.{name}", [page for table in tables for page in table])
-        inputs.values.copy_(host, non_blocking=True)
+            rows = self._table_rows(name, tables)
+            put(f"table.{name}", rows.ravel(), rows.size)
+        inputs.values.copy_(values, non_blocking=True)
+
+    def _table_rows(self, name: str, tables: Sequence[list[int]]) -> npt.NDArray[np.int32]:
+        """Page tables as an array: those that have not changed since the last batch, nearly all, are not written again.
+
+        CapacityError for more sequences than there may be.
+        """
+        shown, rows = self._shown[name], self._tables[name]
+        if len(tables) > len(rows):
+            raise CapacityError(f"tables of {len(tables)} sequences: there is room for {len(rows)}")
+        for i, table in enumerate(tables):
+            if shown[i] != table:
+                rows[i] = table
+                shown[i] = list(table)
+        return rows[: len(tables)]
 
 
 def runs_of(batch: Batch) -> list[Item]:

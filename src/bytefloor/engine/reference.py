@@ -178,6 +178,9 @@ class ReferenceExecutor:
 
     # --- running
 
+    def make_batch_loop(self) -> None:
+        """None: there is nothing to run ahead of."""
+
     def make_loop(self) -> None:
         """None: sampling is the host's here."""
 

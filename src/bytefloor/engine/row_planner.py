@@ -115,9 +115,9 @@ class RowPlanner:
             (kind, n_heads): plan_attention_rows(kind, n_heads, plan, self.card)
             for kind, n_heads in dict.fromkeys((layer.cache.kind, _n_heads(layer)) for layer in layers)
         }
-        tables = {kind.name: plan.n_table(kind) for kind, _ in self._attention}
+        self.n_table = {kind.name: plan.n_table(kind) for kind, _ in self._attention}
         item_rows = [rows for _, rows, _ in self._attention.values()]
-        self.inputs = RowInputs(self.paddings[-1], plan, tables, item_rows, device)
+        self.inputs = RowInputs(self.paddings[-1], plan, self.n_table, item_rows, device)
         self._frequencies: dict[tuple[float, ...], Tensor] = {}
         self._rooms: dict[str, Tensor] = {}
         self._needed: dict[str, tuple[int, torch.dtype]] = {}
@@ -163,6 +163,12 @@ class RowPlanner:
         planes = max((n + min(n - 1, SUMS)) * pitch for n, pitch in zip(splits, pitches, strict=True))
         logits = (planes + CAP_TERMS * self.plan.n_sequences) * self.n_vocabulary * 4
         return max(logits, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
+
+    def decoding_bytes(self) -> int:
+        """What graphs of a row a sequence hold for good, one for each padding: their logits; and, shared, the most that
+        computing these takes."""
+        most = pad_rows(self.plan.n_sequences)
+        return sum(n for n in self.paddings if n <= most) * self.n_vocabulary * 4 + self.running_bytes()
 
     def product(self, fused: FusedProduct) -> RowProduct:
         """The matrices of a call; gate and up are one."""

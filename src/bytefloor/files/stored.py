@@ -149,3 +149,30 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     notices: tuple[str, ...] = ()
     directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class FormatCount:
+    """What one format has of a checkpoint."""
+
+    name: str
+    n_tensors: int
+    n_weights: int
+    n_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.n_bytes / self.n_weights if self.n_weights else 0.0
+
+
+def count_formats(checkpoint: Checkpoint) -> tuple[FormatCount, ...]:
+    """Tensors, weights and bytes by format, the most bytes first."""
+    counts: dict[str, tuple[int, int, int]] = {}
+    for tensor in checkpoint.tensors.values():
+        n_weights = 1
+        for axis in tensor.shape:
+            n_weights *= axis
+        n, weights, n_bytes = counts.get(tensor.format_name, (0, 0, 0))
+        counts[tensor.format_name] = (n + 1, weights + n_weights, n_bytes + tensor.n_bytes)
+    rows = (FormatCount(name, *values) for name, values in counts.items())
+    return tuple(sorted(rows, key=lambda row: -row.n_bytes))

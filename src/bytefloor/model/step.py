@@ -127,6 +127,12 @@ class Step:
     kinds: tuple[CacheKind, ...]
     n_cache_layers: Mapping[str, int]
 
+    def token_bytes(self, depth: int) -> tuple[int, int]:
+        """Weights, in the file's own encoding, and live cache that a token at a depth must read."""
+        sizes = {"T": 1, "R": 1, "B": 1, "S": depth + 1}
+        weights = sum(call.weight_bytes(sizes) for call in self.calls)
+        return weights, sum(call.cache_bytes(sizes) for call in self.calls if call.op.reads_cache)
+
 
 @dataclass
 class StepBuilder:

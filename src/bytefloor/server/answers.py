@@ -12,6 +12,7 @@ from bytefloor.engine.request import Finish
 from bytefloor.engine.sampler import Sampled
 from bytefloor.server.asked import Asked
 from bytefloor.server.event_stream import COMMENT, DONE
+from bytefloor.server.floor import Floor
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, Text, collected
 from bytefloor.text.reply import Event as Piece
@@ -48,9 +49,11 @@ class _Record:
 class Told(Protocol):
     """An answer as some API tells it: `whole` after all events, or `opening`, `chunks` of each event, `closing`.
 
-    quiet: what a stream sends while nothing happens; end: what it sends at last. facts: for the log.
+    beside: what is no part of the answer. quiet: what a stream sends while nothing happens; end: what it sends at last.
+    facts: for the log.
     """
 
+    asked: Asked
     quiet: bytes
     end: bytes
 
@@ -61,6 +64,7 @@ class Told(Protocol):
     def opening(self) -> list[Json]: ...
     def chunks(self, event: Event) -> list[Json]: ...
     def closing(self) -> list[Json]: ...
+    def beside(self, value: Json) -> Json: ...
 
 
 class Answer:
@@ -69,8 +73,9 @@ class Answer:
     quiet = COMMENT
     end = DONE
 
-    def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer) -> None:
-        self._asked = asked
+    def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer, floor: Floor | None = None) -> None:
+        self.asked = asked
+        self._floor = floor
         self._is_chat = asked.kind == "chat"
         self._tokenizer = tokenizer
         self._records = [_Record() for _ in asked.choices]
@@ -104,12 +109,12 @@ class Answer:
         if choice is None:
             return []
         is_last = all(record.finish is not None for record in self._records)
-        timings = {"timings": self.timings()} if is_last and not self._asked.includes_usage else {}
+        timings = {"timings": self.timings()} if is_last and not self.asked.includes_usage else {}
         return [{**self._chunk(choice), **timings}]
 
     def closing(self) -> list[Json]:
         """The chunk with the usage, where it was asked for."""
-        if not self._asked.includes_usage:
+        if not self.asked.includes_usage:
             return []
         return [{**self._chunk(), "usage": self.usage(), "timings": self.timings()}]
 
@@ -133,8 +138,22 @@ class Answer:
         }
 
     def timings(self) -> Json:
-        """How long it took."""
-        return timings(self._finishes(), max(record.queue_s for record in self._records))
+        """How long it took, and what share of the floor that is."""
+        finishes = self._finishes()
+        if not finishes:
+            return {}
+        return {**timings(finishes, max(record.queue_s for record in self._records)), **self._share(finishes)}
+
+    def _share(self, finishes: list[Finish]) -> Json:
+        """Of one answer. Several share what is read, so that none of them has a floor of its own."""
+        if self._floor is None or len(self._records) > 1:
+            return {}
+        share = self._floor.share(finishes[0].n_prompt, finishes[0].n_generated, finishes[0].decode_s)
+        return {} if share is None else {"floor_share": round(share, 4)}
+
+    def beside(self, value: Json) -> Json:
+        """A chunk without a choice, for what is no part of the answer."""
+        return {**self._chunk(), **value}
 
     @property
     def facts(self) -> Json:
@@ -151,14 +170,14 @@ class Answer:
     def _firsts(self) -> list[Finish]:
         """Of each prompt the first choice's."""
         found: dict[int, Finish] = {}
-        for choice, record in zip(self._asked.choices, self._records, strict=True):
+        for choice, record in zip(self.asked.choices, self._records, strict=True):
             if record.finish is not None:
                 found.setdefault(choice.prompt, record.finish)
         return list(found.values())
 
     def _chunk(self, choice: Json | None = None) -> Json:
         head = {**self._head, "object": "chat.completion.chunk"} if self._is_chat else self._head
-        usage = {"usage": None} if self._asked.includes_usage else {}
+        usage = {"usage": None} if self.asked.includes_usage else {}
         return {**head, "choices": [] if choice is None else [choice], **usage}
 
     def _piece(self, place: int, pieces: Json, logprobs: list[Json]) -> Json:
@@ -169,7 +188,7 @@ class Answer:
 
     def _whole_choice(self, place: int, record: _Record) -> Json:
         reply = collected(record.pieces)
-        logprobs = self._shown(record.logprobs) if self._asked.has_logprobs else None
+        logprobs = self._shown(record.logprobs) if self.asked.has_logprobs else None
         ending = {"logprobs": logprobs, **_ending(record.finish, record.pieces)}
         if not self._is_chat:
             return {"index": place, "text": reply.content, **ending}
@@ -185,7 +204,7 @@ class Answer:
         """An entry for the token, but for the one that ended the turn: it is no part of the answer."""
         sampled = event.sampled
         is_end = event.finish is not None and sampled is not None and sampled.id in self._tokenizer.end_ids
-        if sampled is None or is_end or not self._asked.has_logprobs:
+        if sampled is None or is_end or not self.asked.has_logprobs:
             return []
         entry = self._entry(sampled.id, sampled.logprob)
         entry["top_logprobs"] = [self._entry(id, logprob) for id, logprob in sampled.top]

@@ -62,6 +62,7 @@ class MessageAnswer:
     end = b""
 
     def __init__(self, asked: Asked, model: str) -> None:
+        self.asked = asked
         (self._choice,) = asked.choices
         self._blocks: list[_Block] = []
         self._is_open = False
@@ -94,6 +95,10 @@ class MessageAnswer:
     def closing(self) -> list[Json]:
         """How it ended, and what it took."""
         return [{"type": "message_delta", "delta": self._ending(), "usage": self.usage()}, {"type": "message_stop"}]
+
+    def beside(self, value: Json) -> Json:
+        """A ping that says more, for what is no part of the answer."""
+        return {"type": "ping", **value}
 
     def whole(self) -> Json:
         """The message in one piece."""

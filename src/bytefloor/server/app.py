@@ -29,6 +29,8 @@ from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
 from bytefloor.server.event_stream import EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
+from bytefloor.server.page import page_routes
+from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
 from bytefloor.server.sampling import SAMPLING_NAMES
 from bytefloor.server.service import Service
@@ -103,6 +105,7 @@ class Endpoints:
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/props", self.props, methods=["GET"]),
+            *page_routes(),
         ]
 
     # Text -------------------------------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class Endpoints:
         return _json({"input_tokens": await asyncio.to_thread(count_tokens, body, self._served)})
 
     def _openai(self, asked: Asked) -> Answer:
-        return Answer(asked, self._served.name, self._served.tokenizer)
+        return Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
 
     async def _body(self, request: Request, kind: type[bodies.B]) -> bodies.B:
         try:
@@ -171,20 +174,28 @@ class Endpoints:
         return _json(answer.whole())
 
     async def _stream(self, request: Request, generation: Generation, answer: Told) -> AsyncGenerator[bytes, None]:
-        facts, patience_s = request.state.facts, self._service.options.keep_alive_s
+        facts, progress = request.state.facts, Progress.of(answer.asked, self._service.floor)
         try:
             opening = answer.opening()
             if opening:
                 yield b"".join(event(chunk) for chunk in opening)
-            sent_at = time.perf_counter()
-            async for found in generation.events(patience_s):
-                chunks = [] if found is None else answer.chunks(found)
-                if chunks:
-                    yield b"".join(event(chunk) for chunk in chunks)
-                elif found is None or time.perf_counter() - sent_at > patience_s:  # what is held back is quiet too
-                    yield answer.quiet
+            if progress is not None:
+                yield event(answer.beside(progress.reading(generation)))
+            keep_alive_s, sent_at = self._service.options.keep_alive_s, time.perf_counter()
+            async for found in generation.events(keep_alive_s if progress is None else EVERY_S):
+                if found is None:
+                    told = {} if progress is None or progress.has_begun else progress.reading(generation)
+                    yield event(answer.beside(told)) if told else answer.quiet
                 else:
-                    continue
+                    chunks, speed = answer.chunks(found), {} if progress is None else progress.speed(found)
+                    if speed:
+                        chunks = [*chunks[:-1], {**(chunks[-1] if chunks else answer.beside({})), **speed}]
+                    if chunks:
+                        yield b"".join(event(chunk) for chunk in chunks)
+                    elif time.perf_counter() - sent_at > keep_alive_s:  # what is held back is quiet too
+                        yield answer.quiet
+                    else:
+                        continue
                 sent_at = time.perf_counter()
             yield b"".join(event(chunk) for chunk in answer.closing()) + answer.end
         except Refusal as refusal:
@@ -261,6 +272,7 @@ class Endpoints:
             {
                 "model": self._served.name,
                 **self._served.facts,
+                "stream_gb_s": self._service.floor.gb_s if self._service.floor is not None else None,
                 "version": __version__,
                 "defaults": {name: getattr(defaults, name) for name in SAMPLING_NAMES},
                 "timeout_s": options.timeout_s,

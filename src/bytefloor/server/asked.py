@@ -51,6 +51,7 @@ class Asked:
     is_streamed: bool
     includes_usage: bool
     has_logprobs: bool
+    shows_progress: bool = False
 
 
 def ask_chat(body: ChatBody, served: Served) -> Asked:
@@ -200,8 +201,11 @@ def _asked(kind: str, body: GenerationFields, choices: Sequence[Choice], has_log
     options = body.stream_options
     if options is not None and not body.stream:
         raise bad_field("stream_options", "stream_options is given without stream: set stream to true")
+    if body.return_progress and not body.stream:
+        raise bad_field("return_progress", "return_progress is given without stream: set stream to true")
     includes_usage = options is not None and bool(options.include_usage)
-    return Asked(kind, tuple(choices), bool(body.stream), includes_usage, has_logprobs)
+    shows_progress = bool(body.return_progress)
+    return Asked(kind, tuple(choices), bool(body.stream), includes_usage, has_logprobs, shows_progress)
 
 
 def _plain_prompts(prompt: str | list[Any], served: Served) -> list[tuple[str, ChatPrompt]]:

@@ -62,6 +62,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     # The form of the answer, see `structured.py`.
     response_format: Any = None
     grammar: Any = None

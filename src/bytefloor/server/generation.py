@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from bytefloor.engine.request import Delta
+from bytefloor.engine.request import Delta, Reading
 from bytefloor.errors import RequestError
 from bytefloor.server.answers import Event
 from bytefloor.server.asked import Choice
@@ -55,6 +55,16 @@ class Generation:
             yield self._event(place, handle, delta)
             for follower in [at for at in self._waiting if self._choices[at].prompt == self._choices[place].prompt]:
                 await self._submit(follower)
+
+    @property
+    def reading(self) -> Reading | None:
+        """How far the first choice's prompt has been read; None before it has begun and once it is answered."""
+        return next((self._worker.reading(handle) for handle in self._places), None)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests in the queue, everybody's, as the last step left it."""
+        return self._worker.load.n_waiting
 
     def close(self) -> None:
         """Cancel what has not ended."""

@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bytefloor.server.anthropic_errors import body_of, is_anthropic, status_of
 from bytefloor.server.log import request_id
 from bytefloor.server.metrics import Metrics
+from bytefloor.server.page import FILES
 from bytefloor.server.refusal import Refusal
 
 LOG = logging.getLogger("bytefloor.server")
-PUBLIC = {"/health"}
+PUBLIC = {"/health", *FILES}
 """Paths that need no key."""
 OPEN_TO_THE_END = {"/health", "/metrics"}
 """Paths that answer while the server drains."""

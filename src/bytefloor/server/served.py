@@ -6,9 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bytefloor.engine.engine import Engine
 from bytefloor.engine.loading import Opened
 from bytefloor.errors import RequestError
+from bytefloor.files.stored import count_formats
 from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.structured import Grammars
 from bytefloor.text.chat import ChatTemplate
@@ -22,7 +25,8 @@ class Served:
     """What never changes while the server runs; any thread may read it.
 
     name: what requests call the model. template: None where there is none, and `template_advice` says what to do.
-    facts: what /props tells.
+    facts: what /props tells. Its ``token_bytes`` are what a token must read at the beginning and at the end of the
+    context: the weights it needs, in the file's own encoding, and its cache.
     """
 
     name: str
@@ -43,13 +47,27 @@ class Served:
         except RequestError as error:
             advice = str(error)
         config, plan = opened.model.config, opened.engine.executor.plan
+        checkpoint, step = opened.model.checkpoint, opened.engine.executor.step
+        counts = count_formats(checkpoint)
+        n_weights, n_bytes = sum(count.n_weights for count in counts), sum(count.n_bytes for count in counts)
         facts = {
             "family": config.family,
+            "title": config.name,
+            "container": checkpoint.container,
+            "n_weights": n_weights,
+            "n_bytes": n_bytes,
+            "bits_per_weight": 8 * n_bytes / max(1, n_weights),
+            "formats": {count.name: count.n_bytes for count in counts},
+            "token_bytes": {
+                "empty": sum(step.token_bytes(0)),
+                "full": sum(step.token_bytes(opened.engine.capacity - 1)),
+            },
             "context": opened.engine.capacity,
             "n_sequences": plan.n_sequences,
             "chunk": plan.chunk,
             "kv": opened.kv,
             "device": str(opened.device),
+            "card": torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else None,
             "vocabulary_size": opened.engine.vocabulary_size,
             "n_tokens": opened.tokenizer.n_tokens,
             "chat_template": template.source if template else None,

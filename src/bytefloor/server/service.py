@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bytefloor.engine.loading import Opened
+from bytefloor.engine.stream_limit import StreamLimit
 from bytefloor.errors import RequestError
+from bytefloor.server.floor import Floor
 from bytefloor.server.metrics import Metrics
 from bytefloor.server.served import Served
 from bytefloor.server.worker import Worker
@@ -41,8 +43,10 @@ class ServerOptions:
 class Service:
     """What the endpoints share."""
 
-    def __init__(self, opened: Opened, options: ServerOptions) -> None:
+    def __init__(self, opened: Opened, options: ServerOptions, limit: StreamLimit | None = None) -> None:
+        """limit: of the device, None where it was not measured; then nothing is said of shares."""
         self.options = options
+        self.floor = Floor(opened.engine.executor.step, limit.gb_s) if limit is not None else None
         self.served = Served.of(opened, options.name)
         self.worker = Worker(opened.engine)
         self.metrics = Metrics(lambda: self.worker.load)

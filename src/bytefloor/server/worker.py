@@ -13,7 +13,7 @@ import torch
 
 from bytefloor.engine.engine import Engine, Load
 from bytefloor.engine.kernels import current
-from bytefloor.engine.request import Delta, Finish, FinishReason, Request
+from bytefloor.engine.request import Delta, Finish, FinishReason, Reading, Request
 from bytefloor.errors import KernelError
 
 LOG = logging.getLogger("bytefloor.server")
@@ -113,6 +113,10 @@ class Worker:
         """End a request before the next step; nothing happens to one that has ended."""
         if handle in self._open:
             self._commands.put(lambda: self._cancel(handle))
+
+    def reading(self, handle: Handle) -> Reading | None:
+        """How far a prompt has been read, see `Engine.reading`. It only looks, which needs no turn of the thread's."""
+        return None if handle.request_id is None else self._engine.reading(handle.request_id)
 
     async def drain(self, limit_s: float) -> int:
         """Wait until all have ended, cancel what has not after the limit; returns how many those were."""

@@ -30,7 +30,6 @@ from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
-from bytefloor.model.step import Step
 from bytefloor.ops.pages import randomise
 from bytefloor.tools.bench_check import check_kernels
 from bytefloor.tools.bench_prompt import PromptSpeed, empty_cache, measure_prompt
@@ -167,13 +166,6 @@ def _open_once(name: str | None, room: Room, device: torch.device, advice: Advic
 def _count_compiled() -> int:
     """Kernels in the cache on disk."""
     return sum(1 for _ in cache_folder().glob("*.cubin"))
-
-
-def token_bytes(step: Step, depth: int) -> tuple[int, int]:
-    """Weights and live cache that a token at a depth must read, in the file's encoding."""
-    sizes = {"T": 1, "R": 1, "B": 1, "S": depth + 1}
-    weights = sum(call.weight_bytes(sizes) for call in step.calls)
-    return weights, sum(call.cache_bytes(sizes) for call in step.calls if call.op.reads_cache)
 
 
 def main_format(model: Model) -> str:
@@ -322,7 +314,7 @@ class _Runner:
         rate, device, model = median(rates), self.executor.device, self.opened.model
         kernels = self.executor if isinstance(self.executor, DeviceExecutor) else None
         n_gen = 0 if n_prompt else self.options.n_gen
-        weights, cache = token_bytes(self.executor.step, depth + n_gen // 2)
+        weights, cache = self.executor.step.token_bytes(depth + n_gen // 2)
         cache *= batch
         speed = speed or PromptSpeed(rates)
         share = (weights + cache) * (rate / batch) / (self.limit.gb_s * 1e9)

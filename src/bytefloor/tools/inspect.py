@@ -8,26 +8,12 @@ from typing import Any
 
 from bytefloor.engine.loading import DEVICE_ROUNDING, check_kv, choose_context
 from bytefloor.errors import BytefloorError
-from bytefloor.files.stored import Checkpoint, StoredTensor
+from bytefloor.files.stored import Checkpoint, FormatCount, StoredTensor, count_formats
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, describe_layers, load_model
 
 LONG_VALUE = 60
-
-
-@dataclass(frozen=True)
-class FormatCount:
-    """What one format has of a file."""
-
-    name: str
-    n_tensors: int
-    n_weights: int
-    n_bytes: int
-
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.n_bytes / self.n_weights if self.n_weights else 0.0
 
 
 @dataclass(frozen=True)
@@ -122,32 +108,15 @@ def inspect(checkpoint: Checkpoint, context: int | None, kv: str | None = None) 
     )
 
 
-def count_formats(checkpoint: Checkpoint) -> tuple[FormatCount, ...]:
-    """Tensors, weights and bytes by format, the most bytes first."""
-    counts: dict[str, tuple[int, int, int]] = {}
-    for tensor in checkpoint.tensors.values():
-        n_weights = 1
-        for axis in tensor.shape:
-            n_weights *= axis
-        n, weights, n_bytes = counts.get(tensor.format_name, (0, 0, 0))
-        counts[tensor.format_name] = (n + 1, weights + n_weights, n_bytes + tensor.n_bytes)
-    rows = (FormatCount(name, *values) for name, values in counts.items())
-    return tuple(sorted(rows, key=lambda row: -row.n_bytes))
-
-
 def _costs(model: Model, context: int, kv: str) -> tuple[int, int, int]:
     """Stored weights, a cache of ``context`` positions, and what one token reads of both."""
     step = build_step(model.config, model.weights, Rounding(cache=kv))
-    sizes = {"T": 1, "R": 1, "B": 1, "S": context}
     stored = {weight.name: weight.n_bytes for call in step.calls for weight in call.weights}
-    token_bytes = sum(
-        call.weight_bytes(sizes) + (call.cache_bytes(sizes) if call.op.reads_cache else 0) for call in step.calls
-    )
     cache_bytes = sum(
         kind.position_bytes * step.n_cache_layers[kind.name] * min(context, kind.window or context)
         for kind in step.kinds
     )
-    return sum(stored.values()), cache_bytes, token_bytes
+    return sum(stored.values()), cache_bytes, sum(step.token_bytes(context - 1))
 
 
 def _per_layer_bytes(model: Model | None) -> int:

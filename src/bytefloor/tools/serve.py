@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from bytefloor.engine.loading import EngineOptions
+import torch
+
+from bytefloor.engine.loading import EngineOptions, choose_device
+from bytefloor.engine.stream_limit import StreamLimit, measure_stream_limit
 from bytefloor.server.log import log_to_stderr
 from bytefloor.server.process import bind, serve
 from bytefloor.server.service import ServerOptions, Service
@@ -15,13 +18,29 @@ from bytefloor.tools.session import open_with_progress
 def serve_model(model: str | None, host: str, port: int, options: EngineOptions, allowed: ServerOptions) -> int:
     """Serve until told to stop; the exit status. The address is taken before the model is loaded."""
     bound = bind(host, port)
+    limit = device_limit(options.device)
     opened = open_with_progress(model, options)
-    service = Service(opened, allowed)
+    service = Service(opened, allowed, limit)
     port = bound.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     print(summary(service, f"http://{shown}:{port}"), file=sys.stderr, flush=True)
     log_to_stderr()
     return asyncio.run(serve(service, bound))
+
+
+def device_limit(name: str) -> StreamLimit | None:
+    """The stream limit of a GPU, measured while its memory is still free. None for a CPU.
+
+    There the reference executor reads decoded weights: a share of what the file's bytes allow would say nothing.
+    """
+    device = choose_device(name)
+    if device.type != "cuda":
+        return None
+    limit = measure_stream_limit(device)
+    torch.cuda.empty_cache()
+    if limit.notice is not None:
+        print(f"note: {limit.notice}", file=sys.stderr, flush=True)
+    return limit
 
 
 def summary(service: Service, address: str) -> str:
@@ -32,5 +51,5 @@ def summary(service: Service, address: str) -> str:
     return (
         f"{service.served.name} ({facts['family']}) on {facts['device']}: "
         f"{facts['n_sequences']} at once, {facts['context']} positions each, cache {facts['kv']}{chat}\n"
-        f"{address}/v1, {key}; Ctrl-C stops it"
+        f"{address}/v1, {key}; a page to chat at {address}/; Ctrl-C stops it"
     )

@@ -1,0 +1,104 @@
+"""Sequences that decode together, each step begun before the one before it was read: the engine's side of it.
+
+At most two steps are under way. A step's rows are those that may want a token after the one that is still to be read;
+who ends with that one has a row that is computed for nobody. Whoever drives this keeps to the order launch, read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bytefloor.engine.batch import Batch
+from bytefloor.engine.batch_loop import KNOWN, BatchLoop, UnderWay
+from bytefloor.engine.pages import Pages
+from bytefloor.engine.row_sampler import Draw, draw_of
+from bytefloor.engine.sampler import Sampled
+from bytefloor.engine.sequence import SequenceState
+from bytefloor.errors import CapacityError
+
+
+@dataclass
+class _Step:
+    """members: the sequence of each row; None once it is nobody's."""
+
+    members: list[SequenceState | None]
+    work: UnderWay
+
+
+class Ahead:
+    """capacity: positions a sequence may have. is_plain: whether a sequence decodes, and nothing but its parameters
+    says what token it gets."""
+
+    def __init__(
+        self, loop: BatchLoop | None, pages: Pages, capacity: int, is_plain: Callable[[SequenceState], bool]
+    ) -> None:
+        self._loop, self._pages, self._capacity, self._is_plain = loop, pages, capacity, is_plain
+        self._steps: deque[_Step] = deque()
+        self._draws: dict[SequenceState, Draw | None] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._steps)
+
+    def draw(self, sequence: SequenceState) -> Draw | None:
+        """What to ask the device for a sequence's next token; None where it is the host's."""
+        if self._loop is None or not self._is_plain(sequence):
+            return None
+        if sequence not in self._draws:
+            sampler = sequence.sampler
+            self._draws[sequence] = draw_of(sampler) if self._loop.can_serve(sampler) else None
+        return self._draws[sequence]
+
+    def can_serve(self, planned: Sequence[tuple[SequenceState, int]]) -> bool:
+        """Whether a step is several sequences that decode, and the device can choose the tokens of all."""
+        return len(planned) > 1 and all(self.draw(sequence) is not None for sequence, _ in planned)
+
+    def launch(self, sequences: Iterable[SequenceState]) -> bool:
+        """Start a step of those that want a token beyond what is under way. False where that is nobody, or where pages
+        are short: what is under way is to be read then, and a plain step says who gives way."""
+        assert self._loop is not None
+        before = self._steps[-1].members if self._steps else []
+        rows = {sequence: row for row, sequence in enumerate(before) if sequence is not None}
+        chosen = [each for each in sequences if each not in rows or each.may_go_on(self._capacity)]
+        batch, draws, sources = Batch(), list[Draw](), [rows.get(each, KNOWN) for each in chosen]
+        try:
+            for sequence, source in zip(chosen, sources, strict=True):
+                n_before = int(source != KNOWN)
+                batch.copies.extend(self._pages.reserve(sequence.cache, 1 + n_before))
+                sequence.cache.append_row(batch, sequence.ids[-1], n_before)
+                draws.append(self._asked(sequence))
+        except CapacityError:
+            return False  # pages that were found are held, and soon wanted
+        if chosen:
+            self._steps.append(_Step(list(chosen), self._loop.launch(batch, draws, sources)))
+        return bool(chosen)
+
+    def _asked(self, sequence: SequenceState) -> Draw:
+        draw = self.draw(sequence)
+        assert draw is not None
+        return draw
+
+    def read(self) -> list[tuple[SequenceState, Sampled | None]]:
+        """The tokens of the oldest step, whose rows are computed now: None for one that the host has to choose."""
+        assert self._loop is not None
+        step = self._steps.popleft()
+        found = zip(step.members, self._loop.read(step.work), strict=True)
+        return [(sequence, sampled) for sequence, sampled in found if sequence is not None]
+
+    def forget(self, sequence: SequenceState) -> None:
+        """What is under way of a sequence is nobody's now, and pages that it took are returned. It may still run, but
+        writes only beyond what is kept, and all that comes later comes later on the same stream."""
+        self._draws.pop(sequence, None)
+        for step in self._steps:
+            if sequence in step.members:
+                step.members[step.members.index(sequence)] = None
+        if self._loop is not None and sequence.has_started:
+            sequence.cache.rewind(sequence.cache.length)
+
+    def clear(self) -> list[SequenceState]:
+        """Forget all that is under way; returns whose it was."""
+        members = {sequence for step in self._steps for sequence in step.members if sequence is not None}
+        self._steps.clear()
+        return list(members)
