@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 
 from bytefloor.engine.loading import Opened
 from bytefloor.errors import RequestError
+from bytefloor.server.log import JsonFormatter
 from bytefloor.server.process import bind
 from bytefloor.server.service import ServerOptions
 from server.live import SHORT, Live, live, scripted
@@ -110,13 +112,19 @@ def test_requests_have_ids(server: Live) -> None:
     assert all(id.startswith("req-") for id in ids)
 
 
-def test_log_lines_are_json_without_prompts(server: Live, caplog: pytest.LogCaptureFixture) -> None:
-    from bytefloor.server.log import JsonFormatter
+def request_lines(caplog: pytest.LogCaptureFixture) -> list[dict]:
+    lines = [json.loads(JsonFormatter().format(record)) for record in list(caplog.records)]
+    return [line for line in lines if line["event"] == "request"]
 
+
+def test_log_lines_are_json_without_prompts(server: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "bytefloor.server"):
         server.chat("a secret", max_tokens=3)
-    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
-    line = next(line for line in lines if line["event"] == "request")
+        give_up = time.monotonic() + 5
+        # The line is written once the answer has gone, which is when the client goes on.
+        while not (lines := request_lines(caplog)) and time.monotonic() < give_up:
+            time.sleep(0.01)
+    line = lines[0]
     assert line["status"] == 200
     assert line["path"] == "/v1/chat/completions"
     assert line["generated"] == 3

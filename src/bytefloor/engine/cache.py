@@ -226,8 +226,8 @@ class SequenceCache:
         batch.wanted.extend(first_row + row for row in wanted)
 
     def append_row(self, batch: Batch, token: int, n_before: int = 0) -> None:
-        """Put one row, wanted, into a batch of such rows: the next, or the one behind n_before that are under way. It and
-        they are writable."""
+        """Put one row, wanted, into a batch of such rows: the next, or the one behind n_before that are under
+        way. It and they are writable."""
         place = self.length + n_before
         batch.wanted.append(len(batch.tokens))
         batch.sequence.append(len(batch.tokens))
