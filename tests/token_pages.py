@@ -59,9 +59,6 @@ class TokenPages:
         shape = plan.page_size, 2
         self.pools = {kind.name: np.full((plan.n_pages(kind), *shape), NOTHING, np.int64) for kind in KINDS}
 
-    def make_batch_loop(self) -> None:
-        return None
-
     def make_loop(self) -> OneBehind | None:
         return OneBehind(self) if self.loops else None
 

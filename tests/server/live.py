@@ -56,9 +56,6 @@ class Scripted:
         self._script += [1] if ends else []
         self._start = start
 
-    def make_batch_loop(self) -> None:
-        return None
-
     def make_loop(self) -> None:
         return None
 
