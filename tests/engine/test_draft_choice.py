@@ -118,6 +118,27 @@ def test_what_begins_to_repeat_itself_is_noticed() -> None:
     assert min(found[1150:]) == 15
 
 
+def test_rests_are_short_again_once_drafts_have_paid() -> None:
+    record = record_of((15, 15))
+    for _ in range(3):
+        record.rest(0)
+    assert record.is_resting(4 * FIRST_REST - 1)
+    assert not record.is_resting(4 * FIRST_REST)
+    assert learned(1, flat).choose([Wish(record, 100, 15)], 1, 100) == [15]
+    record.rest(200)
+    assert record.is_resting(200 + FIRST_REST - 1)
+    assert not record.is_resting(200 + FIRST_REST)
+
+
+def test_behind_a_rest_one_step_says_more_than_all_before() -> None:
+    record = record_of(*[(15, 0)] * 40)
+    assert record.acceptance < 0.05
+    record.rest(0)
+    assert record.acceptance < 0.05
+    record.judge(3, 3)
+    assert record.acceptance > 0.5
+
+
 def test_a_slow_moment_does_not_forbid_drafts_for_ever() -> None:
     """Sizes that were timed while something else ran are timed again."""
     speculation = Speculation(16, lambda: 0.0)

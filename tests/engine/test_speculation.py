@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.cache import CachePlan, SequenceCache
 from bytefloor.engine.engine import Engine
+from bytefloor.engine.pages import Pages
 from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampling_params import SamplingParams
-from bytefloor.engine.speculation import LINGER, Speculation
+from bytefloor.engine.speculation import LINGER, Speculation, Wish
 from device_sampling import Numbers
 from drafted import Always, Foreseen
-from token_pages import N_ROWS, N_TOKENS, TokenPages, answer_of
+from token_pages import KINDS, N_ROWS, N_TOKENS, TokenPages, answer_of
 
 CAPACITY = 80
 SAMPLED = SamplingParams(temperature=1.3, seed=3)
@@ -345,6 +346,21 @@ def test_fewer_drafts_where_pages_are_short() -> None:
         assert [delta.sampled.id for delta in deltas] == answer_of(request, 40)
 
 
+def test_a_kept_prefix_is_not_given_up_for_a_draft() -> None:
+    """Ten pages: seven of a prefix, three of a sequence, whose last one has room for its next row and two drafts."""
+    plan = CachePlan(40, 40, page_size=4, positions=40)
+    pages = Pages(plan, KINDS)
+    kept, own = (SequenceCache(plan, KINDS, pages.pools) for _ in range(2))
+    for cache, n_rows in ((kept, 28), (own, 9)):
+        cache.reserve(n_rows)
+        cache.commit(n_rows)
+    pages.prefixes.put(range(28), kept)
+    assert pages.use()["global"].n_free == 0
+    assert pages.reserve(own, 1) == []
+    assert pages.reserve_spare(own, 1, 15) == (2, [])
+    assert pages.use()["global"].n_idle == 7
+
+
 # --- the loop on a device
 
 
@@ -363,6 +379,62 @@ def test_drafts_leave_the_loop_which_is_entered_again_some_steps_later() -> None
     # The prompt, ten by the loop, the drafts, LINGER - 1 plain ones; the last step leaves it.
     assert is_looping == [False] + [True] * 10 + [False] * LINGER + [True] * (25 - LINGER) + [False]
     assert [len(batch.tokens) for batch in engine.executor.batches] == [9, 5] + [1] * (LINGER - 1)
+
+
+class Recorded(Always):
+    """A clock that counts. notes: what was measured; n_lost: what each choice was told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.notes: list[tuple[int, int, float]] = []
+        self.n_lost: list[int] = []
+        super().__init__(16, self.tick)
+
+    def tick(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    def note(self, n_sequences: int, n_drafts: int, seconds: float) -> None:
+        self.notes.append((n_sequences, n_drafts, seconds))
+
+    def choose(self, wishes: Sequence[Wish], n_sequences: int, n_room: int, n_lost: int = 0) -> list[int]:
+        self.n_lost.append(n_lost)
+        return super().choose(wishes, n_sequences, n_room, n_lost)
+
+
+def test_what_a_step_costs_is_measured_where_it_is_like_others_of_its_kind() -> None:
+    """Not a prompt, nor the step that enters the loop, nor one behind it that waits for what was under way, nor a plain
+    one on the host where the loop is the plain way."""
+    request = ask(9, 40)
+    answer = answer_of(request, CAPACITY)
+    drafts = {20: [*answer[11:14], 0 if answer[14] else 1], 24: answer[15:17]}
+    for loops in (True, False):
+        speculation = Recorded()
+        engine = make(loops, speculation)
+        engine.add(request)
+        tell(engine, drafts)
+        finish(engine)
+        # The prompt, ten plain, four tokens with drafts, three with drafts, the rest plain.
+        n_plain = 40 - 1 - 10 - 4 - 3
+        if loops:
+            n_ahead = n_plain - (LINGER - 1)
+            assert speculation.notes == [(1, 0, 1.0)] * 9 + [(1, 2, 1.0)] + [(1, 0, 1.0)] * (n_ahead - 1)
+            assert speculation.n_lost == [0] + [1] * 10 + [0] * (LINGER + 1) + [1] * (n_ahead - 1)
+        else:
+            assert speculation.notes == [(1, 0, 1.0)] * 10 + [(1, 3, 1.0)] * 1 + [(1, 2, 1.0)] + [(1, 0, 1.0)] * n_plain
+            assert set(speculation.n_lost) == {0}
+
+
+def test_steps_of_several_count_as_such() -> None:
+    speculation = Recorded()
+    engine = make(speculation=speculation)
+    for seed in range(3):
+        add_foreseen(engine, ask(6, 12, replace(SAMPLED, seed=seed)), seed)
+    finish(engine)
+    assert {n for n, _, _ in speculation.notes} >= {3}
+    assert len(speculation.notes) == len(engine.executor.batches) - 1
+    for (n_sequences, n_drafts, _), batch in zip(speculation.notes, engine.executor.batches[1:], strict=True):
+        assert (n_sequences, n_sequences + n_drafts) == (len(set(batch.sequence)), len(batch.tokens))
 
 
 def test_with_one_row_nothing_is_proposed_and_nobody_looks_at_a_clock() -> None:
