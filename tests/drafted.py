@@ -20,6 +20,27 @@ class Always(Speculation):
         return chosen
 
 
+class Recorded(Always):
+    """A clock that counts. notes: what was measured; n_lost: what each choice was told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.notes: list[tuple[int, int, float]] = []
+        self.n_lost: list[int] = []
+        super().__init__(16, self.tick)
+
+    def tick(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+    def note(self, n_sequences: int, n_drafts: int, seconds: float) -> None:
+        self.notes.append((n_sequences, n_drafts, seconds))
+
+    def choose(self, wishes: Sequence[Wish], n_sequences: int, n_room: int, n_lost: int = 0) -> list[int]:
+        self.n_lost.append(n_lost)
+        return super().choose(wishes, n_sequences, n_room, n_lost)
+
+
 class Foreseen:
     """In the place of a sequence's NgramIndex: proposes what it will say, one token of four or so wrong.
 
@@ -39,6 +60,11 @@ class Foreseen:
         known = [*self._answer[at : at + n_most], *rng.choices(range(self._n_tokens), k=n_most)]
         guessed = [token if rng.random() < 0.75 else rng.randrange(self._n_tokens) for token in known]
         return guessed[: rng.choice((0, n_most, n_most, rng.randint(1, n_most)))]
+
+
+def draft_by(engine: Engine, speculation: Speculation) -> None:
+    """From now on."""
+    engine._speculation = engine._drafting._speculation = speculation
 
 
 def foresee(engine: Engine, answer: Sequence[int], n_tokens: int, rng: random.Random) -> None:

@@ -23,7 +23,7 @@ from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
 from bytefloor.text.chat import Message
-from drafted import Always, foresee
+from drafted import Always, draft_by, foresee
 from tiny import build_tiny, prompt_ids
 
 GREEDY = SamplingParams(temperature=0, seed=1)
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def drafting(model: Model, **plan: int) -> Engine:
     engine = make_engine(model, **plan)
-    engine._speculation = Always(engine.executor.most_draft_rows)
+    draft_by(engine, Always(engine.executor.most_draft_rows))
     return engine
 
 
@@ -163,7 +163,7 @@ def test_a_trained_model_says_the_same(smollm2: Opened, text: str, sampling: Sam
     request = Request(tuple(chat if text is NAMES else smollm2.tokenizer.encode(text)), 32, sampling)
     found = []
     for speculation in (Always(1), Always(16)):
-        smollm2.engine._speculation = speculation
+        draft_by(smollm2.engine, speculation)
         found.append(run(smollm2.engine, request))
     assert found[0][:2] == found[1][:2]
     assert found[1][2].n_draft_accepted > 3

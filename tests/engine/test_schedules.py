@@ -111,7 +111,7 @@ def stage_of(engine: Engine, request_id: int) -> str:
 def check_books(engine: Engine) -> None:
     """Every page is free or held, never both; idle ones are those that only prefixes hold; order is arrival's.
 
-    Between steps nobody holds a page behind its last row, but for the one that decodes ahead.
+    Where nobody decodes ahead, nobody holds a page behind its last row between steps.
     """
     scheduler = engine._scheduler
     order = [sequence.request_id for sequence in (*scheduler.running, *scheduler.waiting)]
@@ -121,8 +121,7 @@ def check_books(engine: Engine) -> None:
     kept = list(engine._pages.prefixes._entries.values())
     for cache in (*live, *kept):
         last = max((index for pages in cache._pages.values() for index in pages), default=0)
-        is_ahead = engine._looping is not None and cache is engine._looping.cache
-        assert is_ahead or last * cache.plan.page_size <= max(cache.length - 1, 0)
+        assert engine.executor.loops or last * cache.plan.page_size <= max(cache.length - 1, 0)
     for name, use in engine.load.pages.items():
         of_live = {page for cache in live for page in cache._pages[name].values()}
         of_kept = {page for cache in kept for page in cache._pages[name].values()}

@@ -9,7 +9,7 @@ import pytest
 
 from bytefloor.engine.loading import Opened
 from bytefloor.engine.speculation import Speculation
-from drafted import Always
+from drafted import Always, draft_by
 from server.live import Live, Scripted, live, scripted
 
 TEXT = "one two three one two three one two three one two three, and done"
@@ -33,7 +33,7 @@ def test_an_answer_is_the_one_without_drafts(running: tuple[Live, Scripted, Open
     executor.say(TEXT, server.n_prompt())
     replies = []
     for speculation in (Speculation(1), Always(16)):
-        opened.engine._speculation = speculation
+        draft_by(opened.engine, speculation)
         counts = metric(server, "draft_tokens"), metric(server, "draft_tokens_accepted")
         before = len(executor.batches)
         reply = server.chat(**asked).json()
@@ -54,7 +54,7 @@ def test_a_stream_has_a_chunk_for_each_token_of_a_step(running: tuple[Live, Scri
     executor.say(TEXT, server.n_prompt())
     texts, counts = [], []
     for speculation in (Speculation(1), Always(16)):
-        opened.engine._speculation = speculation
+        draft_by(opened.engine, speculation)
         lines = server.chat(stream=True).text.split("\n\n")
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         texts.append([chunk["choices"][0]["delta"].get("content") for chunk in chunks])
