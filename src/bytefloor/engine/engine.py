@@ -12,8 +12,9 @@ from torch import Tensor
 from bytefloor.engine.batch import Batch, PageCopy
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
+from bytefloor.engine.embedding import EmbeddingState
 from bytefloor.engine.pages import Pages, PageUse
-from bytefloor.engine.request import Delta, Finish, Reading, Request
+from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, Reading, Request
 from bytefloor.engine.sampler import Sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
@@ -30,6 +31,10 @@ class Executor(Protocol):
     device: torch.device
 
     def run(self, batch: Batch) -> Tensor: ...
+
+    def sum_hidden(self, batch: Batch) -> Tensor:
+        """Float64 [B, D]: of each sequence the sum over its rows of what the model's head gets."""
+        ...
 
     def make_loop(self) -> DecodeLoop | None:
         """What decodes one sequence without the host in between; None where nothing can."""
@@ -68,7 +73,9 @@ class Engine:
         self.vocabulary_size = vocabulary_size
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._pages = Pages(executor.plan, executor.step.kinds)
-        self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
+        self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(
+            executor.plan.n_sequences, executor.plan.chunk
+        )
         self._n_requests = 0
         self._loop = executor.make_loop()
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
@@ -80,18 +87,28 @@ class Engine:
         """Positions a sequence may have, prompt and answer together."""
         return self.executor.plan.capacity
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request | EmbeddingRequest) -> int:
         """Queue a request; returns its id. RequestError when it cannot be served as asked."""
         self.check(request)
         self._n_requests += 1
-        self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
+        if isinstance(request, EmbeddingRequest):
+            self._scheduler.add(EmbeddingState(self._n_requests, request))
+        else:
+            self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
         return self._n_requests
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request | EmbeddingRequest) -> None:
         """RequestError when it cannot be served as asked. Reads only what never changes: any thread may ask."""
         n_prompt = len(request.prompt_ids)
         if n_prompt == 0:
             raise RequestError("the prompt is empty: at least one token is needed")
+        for token in request.prompt_ids:
+            if not 0 <= token < self.vocabulary_size:
+                raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
+        if isinstance(request, EmbeddingRequest):
+            if n_prompt > self.capacity:
+                raise RequestError(f"the text has {n_prompt} tokens, the context holds {self.capacity}: raise -c")
+            return
         if n_prompt >= self.capacity:
             raise RequestError(
                 f"the prompt has {n_prompt} tokens, the context holds {self.capacity}, of which one must be left "
@@ -103,9 +120,6 @@ class Engine:
             raise RequestError("a grammar and ignores_end exclude each other: a grammar says where the answer ends")
         if request.grammar is not None and request.grammar.tokenizer is not self.tokenizer:
             raise RequestError("the grammar was compiled for another tokenizer")
-        for token in request.prompt_ids:
-            if not 0 <= token < self.vocabulary_size:
-                raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
 
     def drop_running(self) -> set[int]:
         """After a step that raised: forget all that took part, since nobody knows how far it came.
@@ -147,18 +161,24 @@ class Engine:
         planned = self._scheduler.plan()
         if not planned:
             return []
-        if len(planned) == 1 and self._can_loop(planned[0][0]):
-            sampled = self._decode_ahead(planned[0][0])
+        first = planned[0][0]
+        if len(planned) == 1 and isinstance(first, SequenceState) and self._can_loop(first):
+            sampled = self._decode_ahead(first)
             if sampled is not None:
-                return [self._take(planned[0][0], sampled)]
+                return [self._take(first, sampled)]
         self._leave_loop()
         settled = self._pages.settle(planned, self._scheduler)
         deltas = [self._fail(sequence, error) for sequence, error in settled.lacking]
-        return deltas + self._run(settled.rows, settled.copies) if settled.rows else deltas
+        answers = [(sequence, n) for sequence, n in settled.rows if isinstance(sequence, SequenceState)]
+        texts = [(sequence, n) for sequence, n in settled.rows if isinstance(sequence, EmbeddingState)]
+        # Copies come first, and with answers: what is embedded shares no page.
+        deltas += self._run(answers, settled.copies) if answers else []
+        return deltas + (self._embed(texts) if texts else [])
 
-    def _begin(self, sequence: SequenceState) -> bool:
+    def _begin(self, sequence: SequenceState | EmbeddingState) -> bool:
         """Whether there are pages for a sequence beside those that run; then it has begun."""
-        cache = self._pages.begin(sequence.ids, self._scheduler.running)
+        is_new = isinstance(sequence, EmbeddingState)
+        cache = self._pages.begin(sequence.ids, self._scheduler.running, is_new=is_new)
         if cache is not None:
             sequence.start(cache)
         return cache is not None
@@ -181,6 +201,27 @@ class Engine:
                 sequence.constraint.prepare()
         found = logits.float().cpu().numpy()
         return [self._postprocess(sequence, found[i]) for i, sequence in enumerate(samplers)]
+
+    def _embed(self, rows: list[tuple[EmbeddingState, int]]) -> list[Delta]:
+        """Add up rows whose pages are there; pages of a text that is whole come back at once."""
+        batch = Batch()
+        for text, n_rows in rows:
+            start = text.cache.length
+            text.cache.append_rows(batch, text.ids[start : start + n_rows], [])
+        try:
+            sums = self.executor.sum_hidden(batch).cpu()
+        except BaseException:
+            for text, _ in rows:
+                self._drop(text)
+            raise
+        deltas = []
+        for (text, n_rows), sum_hidden in zip(rows, sums, strict=True):
+            text.take(sum_hidden)
+            text.cache.commit(n_rows)
+            if not text.n_pending:
+                deltas.append(text.last())
+                self._drop(text)
+        return deltas
 
     def reading(self, request_id: int) -> Reading | None:
         """How far a request's prompt has been read, tokens of an earlier prefix included; None where there is none to
@@ -265,7 +306,7 @@ class Engine:
             return self._fail(sequence, error)
         return self._take(sequence, sampled)
 
-    def _fail(self, sequence: SequenceState, error: BytefloorError) -> Delta:
+    def _fail(self, sequence: SequenceState | EmbeddingState, error: BytefloorError) -> Delta:
         self._drop(sequence)
         return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
 
@@ -280,12 +321,12 @@ class Engine:
             self._pages.prefixes.put(computed, sequence.cache)
         return delta
 
-    def _remove(self, sequence: SequenceState) -> None:
+    def _remove(self, sequence: SequenceState | EmbeddingState) -> None:
         if sequence is self._looping:
             self._leave_loop()
         self._scheduler.remove(sequence)
 
-    def _drop(self, sequence: SequenceState) -> None:
+    def _drop(self, sequence: SequenceState | EmbeddingState) -> None:
         self._remove(sequence)
         if sequence.has_started:
             sequence.cache.free()
@@ -295,6 +336,9 @@ class Engine:
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.request_id == request_id:
                 finish = sequence.finish("cancelled", "cancelled")
+                if isinstance(sequence, EmbeddingState):
+                    self._drop(sequence)
+                    return finish
                 self._remove(sequence)
                 if sequence.has_started:
                     self._pages.prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)

@@ -38,6 +38,13 @@ class Request:
 
 
 @dataclass(frozen=True)
+class EmbeddingRequest:
+    """One text that is wanted as a vector: the mean over its positions of what the model's head gets, made one long."""
+
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Finish:
     """How an answer ended and what it took.
 
@@ -80,9 +87,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one request's answer. Texts of all deltas join to the answer."""
+    """What one step added to one request's answer. Texts of all deltas join to the answer.
+
+    embedding: with the finish of an EmbeddingRequest, D numbers.
+    """
 
     request_id: int
     text: str
     sampled: Sampled | None
     finish: Finish | None = None
+    embedding: tuple[float, ...] | None = None

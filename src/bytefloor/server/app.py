@@ -23,6 +23,7 @@ from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.server import bodies
 from bytefloor.server.answers import Answer
 from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
+from bytefloor.server.embeddings import LABEL, Embedding, ask_embeddings, embeddings_answer, n_dimensions
 from bytefloor.server.event_stream import COMMENT, DONE, EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import LOG, Guard, failure, read_body, refused
@@ -91,6 +92,7 @@ class Endpoints:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -115,6 +117,23 @@ class Endpoints:
         body = await self._body(request, bodies.CompletionBody)
         return await self._respond(request, await asyncio.to_thread(ask_completion, body, self._served))
 
+    async def embed(self, request: Request) -> ASGIApp:
+        """Texts or token ids to a vector each."""
+        body = await self._body(request, bodies.EmbeddingBody)
+        asked = await asyncio.to_thread(ask_embeddings, body, self._served)
+        n_sequences = self._served.engine.executor.plan.n_sequences
+        embedding = Embedding(self._service.worker, asked, n_sequences, self._service.options.timeout_s)
+        self._check_room(embedding.n_ahead)
+        try:
+            vectors = await unless_gone(request.receive, embedding.vectors())
+        finally:
+            embedding.close()
+            request.state.facts.update(embedding.facts)
+        if vectors is None:
+            return self._gone(request)
+        # Millions of numbers take a while to write down.
+        return await asyncio.to_thread(lambda: _json(embeddings_answer(asked, vectors, self._served.name)))
+
     async def _body(self, request: Request, kind: type[bodies.B]) -> bodies.B:
         try:
             data = await read_body(request, self._service.options.max_body_bytes)
@@ -124,8 +143,7 @@ class Endpoints:
 
     async def _respond(self, request: Request, asked: Asked) -> ASGIApp:
         options, worker = self._service.options, self._service.worker
-        if worker.n_open + len(asked.choices) > options.max_open:
-            raise Refusal(429, f"{worker.n_open} requests are open, the most there may be", code="too_many_requests")
+        self._check_room(len(asked.choices))
         answer = Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
         generation = Generation(worker, asked.choices, options.timeout_s)
         try:
@@ -136,6 +154,16 @@ class Endpoints:
             generation.close()
             raise
         return EventStream(self._stream(request, generation, answer), generation.close)
+
+    def _check_room(self, n: int) -> None:
+        n_open = self._service.worker.n_open
+        if n_open + n > self._service.options.max_open:
+            raise Refusal(429, f"{n_open} requests are open, the most there may be", code="too_many_requests")
+
+    @staticmethod
+    def _gone(request: Request) -> Response:
+        request.state.facts["gone"] = True
+        return refused(Refusal(499, "the client has gone", code="client_disconnected"))
 
     async def _whole(self, request: Request, generation: Generation, answer: Answer) -> ASGIApp:
         async def collect() -> bool:
@@ -148,8 +176,7 @@ class Endpoints:
         request.state.facts.update(answer.facts)
         generation.close()
         if not is_complete:
-            request.state.facts["gone"] = True
-            return refused(Refusal(499, "the client has gone", code="client_disconnected"))
+            return self._gone(request)
         return _json(answer.whole())
 
     async def _stream(self, request: Request, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
@@ -247,6 +274,7 @@ class Endpoints:
                 "stream_gb_s": self._service.floor.gb_s if self._service.floor is not None else None,
                 "version": __version__,
                 "defaults": {name: getattr(defaults, name) for name in SAMPLING_NAMES},
+                "embeddings": {"dimensions": n_dimensions(self._served), **LABEL},
                 "timeout_s": options.timeout_s,
                 "max_body_bytes": options.max_body_bytes,
                 "load": {
