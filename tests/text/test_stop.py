@@ -47,6 +47,14 @@ def test_a_stop_string_at_the_very_end_counts() -> None:
     assert run(["one ", "ST", "OP"], ["STOP"]) == ("one ", True)
 
 
+def test_the_stop_string_that_ended_it_is_told() -> None:
+    matcher = StopMatcher(["zz", "OP", "STOP", "TOPS"])
+    assert matcher.push("a ST") == ("a ", False)
+    assert matcher.found is None
+    assert matcher.push("OPS") == ("", True)
+    assert matcher.found == "STOP"
+
+
 def test_the_beginning_of_a_stop_string_waits_and_comes_out_once() -> None:
     """V01, C05: no head leaks, no tail is lost, nothing is doubled."""
     matcher = StopMatcher(["STOP"])

@@ -50,6 +50,7 @@ class Finish:
 
     reason: ``stop`` the model's end token, a stop string or the end of a grammar, ``length`` max_tokens or a full
     context, ``loop`` it repeated itself, ``cancelled``, ``error``. detail: the same in words.
+    stop: the stop string that ended it; None for any other end.
     n_cached: prompt tokens whose keys and values were already there, in every layer, when the request first began.
     n_thought: tokens within thoughts, those of tags and those that closed them for the model not counted.
     Seconds are wall time.
@@ -63,6 +64,7 @@ class Finish:
     prompt_s: float
     decode_s: float
     seed: int
+    stop: str | None = None
     n_thought: int = 0
 
     @property

@@ -134,5 +134,6 @@ class SequenceState:
             prompt_s=first - self._started_at,
             decode_s=end - first,
             seed=self.sampler.seed,
+            stop=self._stop.found,
             n_thought=self._budget.n_used if self._budget is not None else 0,
         )

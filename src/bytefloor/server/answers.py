@@ -6,11 +6,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from bytefloor.engine.request import Finish
 from bytefloor.engine.sampler import Sampled
 from bytefloor.server.asked import Asked
+from bytefloor.server.event_stream import COMMENT, DONE
 from bytefloor.server.floor import Floor
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, Text, collected
@@ -45,8 +46,32 @@ class _Record:
     queue_s: float = 0.0
 
 
+class Told(Protocol):
+    """An answer as some API tells it: `whole` after all events, or `opening`, `chunks` of each event, `closing`.
+
+    beside: what is no part of the answer. quiet: what a stream sends while nothing happens; end: what it sends at last.
+    facts: for the log.
+    """
+
+    asked: Asked
+    quiet: bytes
+    end: bytes
+
+    @property
+    def facts(self) -> Json: ...
+    def take(self, event: Event) -> object: ...
+    def whole(self) -> Json: ...
+    def opening(self) -> list[Json]: ...
+    def chunks(self, event: Event) -> list[Json]: ...
+    def closing(self) -> list[Json]: ...
+    def beside(self, value: Json) -> Json: ...
+
+
 class Answer:
-    """The objects of one request: `whole` after all events, or `opening`, `chunk` for each event, `closing`."""
+    """OpenAI's objects of one request."""
+
+    quiet = COMMENT
+    end = DONE
 
     def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer, floor: Floor | None = None) -> None:
         self.asked = asked
@@ -78,14 +103,14 @@ class Answer:
         start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._chunk({"index": place, **start}) for place in range(len(self._records))]
 
-    def chunk(self, event: Event) -> Json | None:
-        """The event as a chunk. Timings come with the last one, unless usage follows and brings them."""
+    def chunks(self, event: Event) -> list[Json]:
+        """The event as a chunk, or nothing. Timings come with the last one, unless usage follows and brings them."""
         choice = self.take(event)
         if choice is None:
-            return None
+            return []
         is_last = all(record.finish is not None for record in self._records)
         timings = {"timings": self.timings()} if is_last and not self.asked.includes_usage else {}
-        return {**self._chunk(choice), **timings}
+        return [{**self._chunk(choice), **timings}]
 
     def closing(self) -> list[Json]:
         """The chunk with the usage, where it was asked for."""
@@ -113,29 +138,11 @@ class Answer:
         }
 
     def timings(self) -> Json:
-        """How long it took, in ms. Of several choices: tokens of all, the time of the slowest.
-
-        prompt_n counts computed tokens, cache_n the others.
-        """
+        """How long it took, and what share of the floor that is."""
         finishes = self._finishes()
         if not finishes:
             return {}
-        prompt_s, decode_s = max(each.prompt_s for each in finishes), max(each.decode_s for each in finishes)
-        n_read = sum(each.n_prompt - each.n_cached for each in finishes)
-        n_generated = sum(each.n_generated for each in finishes)
-        n_later = sum(max(each.n_generated - 1, 0) for each in finishes)
-        return {
-            "queue_ms": round(1e3 * max(record.queue_s for record in self._records), 3),
-            "cache_n": sum(each.n_cached for each in finishes),
-            "prompt_n": n_read,
-            "prompt_ms": round(1e3 * prompt_s, 3),
-            "prompt_per_second": round(n_read / prompt_s, 2) if prompt_s > 0 else 0.0,
-            "predicted_n": n_generated,
-            "predicted_ms": round(1e3 * decode_s, 3),
-            "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 else 0.0,
-            **self._share(finishes),
-            "seed": finishes[0].seed,
-        }
+        return {**timings(finishes, max(record.queue_s for record in self._records)), **self._share(finishes)}
 
     def _share(self, finishes: list[Finish]) -> Json:
         """Of one answer. Several share what is read, so that none of them has a floor of its own."""
@@ -219,6 +226,30 @@ class Answer:
             "top_logprobs": [{_name(top): top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
             "text_offset": [entry["text_offset"] for entry in entries],
         }
+
+
+def timings(finishes: Sequence[Finish], queue_s: float) -> Json:
+    """How long an answer took, in ms. Of several choices: tokens of all, the time of the slowest.
+
+    prompt_n counts computed tokens, cache_n the others.
+    """
+    if not finishes:
+        return {}
+    prompt_s, decode_s = max(each.prompt_s for each in finishes), max(each.decode_s for each in finishes)
+    n_read = sum(each.n_prompt - each.n_cached for each in finishes)
+    n_generated = sum(each.n_generated for each in finishes)
+    n_later = sum(max(each.n_generated - 1, 0) for each in finishes)
+    return {
+        "queue_ms": round(1e3 * queue_s, 3),
+        "cache_n": sum(each.n_cached for each in finishes),
+        "prompt_n": n_read,
+        "prompt_ms": round(1e3 * prompt_s, 3),
+        "prompt_per_second": round(n_read / prompt_s, 2) if prompt_s > 0 else 0.0,
+        "predicted_n": n_generated,
+        "predicted_ms": round(1e3 * decode_s, 3),
+        "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 else 0.0,
+        "seed": finishes[0].seed,
+    }
 
 
 def _name(entry: Json) -> str:

@@ -21,12 +21,15 @@ from starlette.types import ASGIApp
 from bytefloor import __version__
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.server import bodies
-from bytefloor.server.answers import Answer
+from bytefloor.server.answers import Answer, Told
+from bytefloor.server.anthropic_answers import MessageAnswer
+from bytefloor.server.anthropic_bodies import CountBody, MessagesBody
+from bytefloor.server.anthropic_chat import ask_messages, count_tokens
 from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
 from bytefloor.server.embeddings import LABEL, Embedding, ask_embeddings, embeddings_answer, n_dimensions
-from bytefloor.server.event_stream import COMMENT, DONE, EventStream, event, unless_gone
+from bytefloor.server.event_stream import EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
-from bytefloor.server.guard import LOG, Guard, failure, read_body, refused
+from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
 from bytefloor.server.page import page_routes
 from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
@@ -47,7 +50,7 @@ def create_app(service: Service) -> Starlette:
             allow_origins=service.options.cors,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "request-id"],
         ),
         Middleware(Guard, service.metrics, service.options.api_key, lambda: service.closed, paths),
     ]
@@ -58,14 +61,15 @@ def create_app(service: Service) -> Starlette:
         yield
         await service.worker.stop()
 
-    def refuse_path(_: Request, error: Exception) -> Response:
+    def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         found = {404: "no such path here", 405: "the path does not know this method"}
-        return refused(Refusal(error.status_code, found.get(error.status_code, error.detail)), error.headers)
+        refusal = Refusal(error.status_code, found.get(error.status_code, error.detail))
+        return refused(refusal, request.scope, error.headers)
 
-    def refuse(_: Request, error: Exception) -> Response:
+    def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        return refused(error)
+        return refused(error, request.scope)
 
     return Starlette(
         routes=routes,
@@ -92,6 +96,8 @@ class Endpoints:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/messages", self.message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_message_tokens, methods=["POST"]),
             Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
@@ -110,12 +116,28 @@ class Endpoints:
         """Messages to a reply."""
         body = await self._body(request, bodies.ChatBody)
         # Templates and tokenizers take their time over long prompts, which other clients' streams need not wait for.
-        return await self._respond(request, await asyncio.to_thread(ask_chat, body, self._served))
+        asked = await asyncio.to_thread(ask_chat, body, self._served)
+        return await self._respond(request, asked, self._openai(asked))
 
     async def complete(self, request: Request) -> ASGIApp:
         """Texts or token ids to what follows them."""
         body = await self._body(request, bodies.CompletionBody)
-        return await self._respond(request, await asyncio.to_thread(ask_completion, body, self._served))
+        asked = await asyncio.to_thread(ask_completion, body, self._served)
+        return await self._respond(request, asked, self._openai(asked))
+
+    async def message(self, request: Request) -> ASGIApp:
+        """As `chat`, in Anthropic's words."""
+        body = await self._body(request, MessagesBody)
+        asked = await asyncio.to_thread(ask_messages, body, self._served)
+        return await self._respond(request, asked, MessageAnswer(asked, self._served.name))
+
+    async def count_message_tokens(self, request: Request) -> ASGIApp:
+        """How many tokens the same messages would be."""
+        body = await self._body(request, CountBody)
+        return _json({"input_tokens": await asyncio.to_thread(count_tokens, body, self._served)})
+
+    def _openai(self, asked: Asked) -> Answer:
+        return Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
 
     async def embed(self, request: Request) -> ASGIApp:
         """Texts or token ids to a vector each."""
@@ -141,10 +163,9 @@ class Endpoints:
             raise Refusal(499, "the body did not come to its end", code="client_disconnected") from None
         return bodies.decode(data, kind)
 
-    async def _respond(self, request: Request, asked: Asked) -> ASGIApp:
+    async def _respond(self, request: Request, asked: Asked, answer: Told) -> ASGIApp:
         options, worker = self._service.options, self._service.worker
         self._check_room(len(asked.choices))
-        answer = Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
         generation = Generation(worker, asked.choices, options.timeout_s)
         try:
             await generation.start()
@@ -163,9 +184,9 @@ class Endpoints:
     @staticmethod
     def _gone(request: Request) -> Response:
         request.state.facts["gone"] = True
-        return refused(Refusal(499, "the client has gone", code="client_disconnected"))
+        return refused(Refusal(499, "the client has gone", code="client_disconnected"), request.scope)
 
-    async def _whole(self, request: Request, generation: Generation, answer: Answer) -> ASGIApp:
+    async def _whole(self, request: Request, generation: Generation, answer: Told) -> ASGIApp:
         async def collect() -> bool:
             async for found in generation.events(self._service.options.timeout_s):
                 if found is not None:
@@ -179,7 +200,7 @@ class Endpoints:
             return self._gone(request)
         return _json(answer.whole())
 
-    async def _stream(self, request: Request, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, request: Request, generation: Generation, answer: Told) -> AsyncGenerator[bytes, None]:
         facts, progress = request.state.facts, Progress.of(answer.asked, self._service.floor)
         try:
             opening = answer.opening()
@@ -187,25 +208,32 @@ class Endpoints:
                 yield b"".join(event(chunk) for chunk in opening)
             if progress is not None:
                 yield event(answer.beside(progress.reading(generation)))
-            patience_s = self._service.options.keep_alive_s if progress is None else EVERY_S
-            async for found in generation.events(patience_s):
+            keep_alive_s, sent_at = self._service.options.keep_alive_s, time.perf_counter()
+            async for found in generation.events(keep_alive_s if progress is None else EVERY_S):
                 if found is None:
                     told = {} if progress is None or progress.has_begun else progress.reading(generation)
-                    yield event(answer.beside(told)) if told else COMMENT
-                    continue
-                chunk, speed = answer.chunk(found), {} if progress is None else progress.speed(found)
-                if chunk is not None or speed:
-                    yield event({**(chunk or answer.beside({})), **speed})
-            yield b"".join(event(chunk) for chunk in answer.closing()) + DONE
+                    yield event(answer.beside(told)) if told else answer.quiet
+                else:
+                    chunks, speed = answer.chunks(found), {} if progress is None else progress.speed(found)
+                    if speed:
+                        chunks = [*chunks[:-1], {**(chunks[-1] if chunks else answer.beside({})), **speed}]
+                    if chunks:
+                        yield b"".join(event(chunk) for chunk in chunks)
+                    elif time.perf_counter() - sent_at > keep_alive_s:  # what is held back is quiet too
+                        yield answer.quiet
+                    else:
+                        continue
+                sent_at = time.perf_counter()
+            yield b"".join(event(chunk) for chunk in answer.closing()) + answer.end
         except Refusal as refusal:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
-            yield event(refusal.body)
+            yield event(error_body(refusal, request.scope))
         except Exception as error:
             LOG.error("a stream failed", exc_info=error)
             self._service.metrics.failed(500)
             facts["error"] = f"{type(error).__name__}: {error}"
-            yield event(failure(error).body)
+            yield event(error_body(failure(error), request.scope))
         except (asyncio.CancelledError, GeneratorExit):
             facts["gone"] = True
             raise

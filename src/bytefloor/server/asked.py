@@ -31,11 +31,15 @@ _COUNT_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer that is wanted. prompt: which of the body's prompts it continues."""
+    """One answer that is wanted. prompt: which of the body's prompts it continues.
+
+    ends_with_call: it is over when it has called a tool once.
+    """
 
     request: Request
     parser: ReplySplitter
     prompt: int = 0
+    ends_with_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,9 @@ def ask_chat(body: ChatBody, served: Served) -> Asked:
     prompt = chat_prompt(body, served)
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else 0
     request = _request(body, served, prompt, body.max_completion_tokens or body.max_tokens, n_logprobs, "messages")
+    has_one_call = body.parallel_tool_calls is False and prompt.call_format is not None
     choices = _choices(body, request, prompt.raw() if body.reasoning_format == "none" else prompt)
+    choices = [replace(choice, ends_with_call=has_one_call) for choice in choices]
     return _asked("chat", body, choices, bool(body.logprobs))
 
 

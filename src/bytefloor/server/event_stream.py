@@ -16,9 +16,11 @@ COMMENT = b": still here\n\n"
 """Keeps proxies from dropping a quiet connection; clients skip it."""
 
 
-def event(value: Any) -> bytes:
-    """A value as an event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def event(value: dict[str, Any]) -> bytes:
+    """A value as an event, named where the value says its type."""
+    kind = value.get("type")
+    name = f"event: {kind}\n".encode() if isinstance(kind, str) else b""
+    return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from bytefloor.engine.request import Delta, Reading
 from bytefloor.errors import RequestError
@@ -12,6 +13,8 @@ from bytefloor.server.answers import Event
 from bytefloor.server.asked import Choice
 from bytefloor.server.refusal import Refusal
 from bytefloor.server.worker import Handle, Mailbox, Unavailable, Worker
+from bytefloor.text.reply import CallEnd
+from bytefloor.text.reply import Event as Piece
 
 
 class Generation:
@@ -29,6 +32,7 @@ class Generation:
         self._places: dict[Handle, int] = {}
         self._waiting = list(range(len(choices)))
         self._n_ended = 0
+        self._cut: set[int] = set()  # places of choices that are over, whatever the engine still says
 
     async def start(self) -> None:
         """Submit the first choice of each prompt. Refusal when the engine does not take it."""
@@ -94,15 +98,31 @@ class Generation:
             return None
 
     def _event(self, place: int, handle: Handle, delta: Delta) -> Event:
-        finish, parser = delta.finish, self._choices[place].parser
+        finish, was_cut = delta.finish, place in self._cut
+        pieces = [] if was_cut else self._pieces(place, handle, delta)
+        sampled = None if was_cut else delta.sampled
         if finish is None:
-            return Event(place, parser.push(delta.text), delta.sampled)
+            return Event(place, pieces, sampled)
         self._n_ended += 1
         if finish.reason == "error":
             raise Refusal(500, finish.detail, code="engine_error")
-        if finish.reason == "cancelled":
+        if finish.reason == "cancelled" and place not in self._cut:
             raise Refusal(503, "the server is stopping: the answer was cut short", code="unavailable")
-        pieces = [*parser.push(delta.text), *parser.finish()]
+        if place in self._cut:
+            finish = replace(finish, reason="stop", detail="one call, as many as there may be", stop=None)
         first = handle.first_token_at or time.perf_counter()
         queue_s = max(0.0, first - handle.submitted_at - finish.prompt_s)
-        return Event(place, pieces, delta.sampled, finish, queue_s)
+        return Event(place, pieces, sampled, finish, queue_s)
+
+    def _pieces(self, place: int, handle: Handle, delta: Delta) -> list[Piece]:
+        """What the delta says; up to the end of its first call, and no more from the engine, where that is all."""
+        choice = self._choices[place]
+        pieces = choice.parser.push(delta.text)
+        if delta.finish is not None:
+            pieces = [*pieces, *choice.parser.finish()]
+        ends = [at for at, piece in enumerate(pieces, 1) if isinstance(piece, CallEnd)]
+        if not choice.ends_with_call or not ends:
+            return pieces
+        self._cut.add(place)
+        self._worker.cancel(handle)
+        return pieces[: ends[0]]

@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -13,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from bytefloor.server.anthropic_errors import body_of, is_anthropic, status_of
 from bytefloor.server.log import request_id
 from bytefloor.server.metrics import Metrics
 from bytefloor.server.page import FILES
@@ -25,7 +27,12 @@ OPEN_TO_THE_END = {"/health", "/metrics"}
 """Paths that answer while the server drains."""
 
 
-def refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+def error_body(refusal: Refusal, scope: Scope) -> dict[str, Any]:
+    """A refusal as the path's clients know it."""
+    return body_of(refusal, scope["state"]["id"]) if is_anthropic(scope["path"]) else refusal.body
+
+
+def refused(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
     """A refusal as a response. Clients that try again by themselves are told where that is no use."""
     headers = dict(headers or {})
     if refusal.status == 401:
@@ -34,8 +41,9 @@ def refused(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Respo
         headers["retry-after"] = "1"
     if refusal.status in (500, 504):
         headers["x-should-retry"] = "false"
-    body = msgspec.json.encode(refusal.body)
-    return Response(body, refusal.status, headers, media_type="application/json")
+    status = status_of(refusal) if is_anthropic(scope["path"]) else refusal.status
+    body = msgspec.json.encode(error_body(refusal, scope))
+    return Response(body, status, headers, media_type="application/json")
 
 
 def failure(error: Exception) -> Refusal:
@@ -91,24 +99,26 @@ class Guard:
         given = headers.get("x-request-id")
         id, began, status = request_id(given.encode("latin-1") if given else None), time.perf_counter(), 0
         facts: dict[str, object] = {}
-        scope.setdefault("state", {})["facts"] = facts
+        scope["state"] = {**scope.get("state", {}), "facts": facts, "id": id}
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", id.encode())]}
+                # Anthropic's clients look for the second.
+                ids = [(name, id.encode()) for name in (b"x-request-id", b"request-id")]
+                message = {**message, "headers": [*message["headers"], *ids]}
             await send(message)
 
         try:
             await self._answer(scope, receive, noted, headers)
         except Refusal as refusal:
-            await refused(refusal)(scope, receive, noted)
+            await refused(refusal, scope)(scope, receive, noted)
         except Exception as error:
             LOG.error("a request failed", exc_info=error, extra={"facts": {"id": id}})
             facts["error"] = f"{type(error).__name__}: {error}"
             if status == 0:
-                await refused(failure(error))(scope, receive, noted)
+                await refused(failure(error), scope)(scope, receive, noted)
         path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.responded(path, status)
         if status >= 400:

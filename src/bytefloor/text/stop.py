@@ -15,22 +15,23 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
+        self.found: str | None = None  # the stop string that became complete
         if any(not stop for stop in stops):
             raise RequestError("a stop string is empty: it would end every reply before its first character")
         self._stops = tuple(stops)
         self._held = ""
-        self._is_stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain to come before any stop string, whether a stop string is complete)."""
-        if self._is_stopped:
+        if self.found is not None:
             return "", True
         held = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
         if ends:
-            self._is_stopped = True
+            end, start = min(ends)
+            self.found = held[start:end]
             self._held = ""
-            return held[: min(ends)[1]], True
+            return held[:start], True
         n_held = max((n_begun(held, stop) for stop in self._stops), default=0)
         cut = len(held) - n_held
         self._held = held[cut:]
