@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from bytefloor.cli import app, parse_size
 from bytefloor.tools import run as run_tool
+from bytefloor.tools import serve as serve_tool
 from files.container_bytes import string, two_tensors
 from tiny import build_tiny
 from tools.test_conversation import TEMPLATE
@@ -45,6 +46,17 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
     shutil.copytree(build_tiny("llama", root).directory, root / "chatty")
     (root / "chatty" / "chat_template.jinja").write_text(TEMPLATE)
     return str(root / "chatty")
+
+
+def test_speculation_is_on_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(run_tool, "answer_once", lambda model, text, options, asked_: asked.append(options) or 0)
+    monkeypatch.setattr(
+        serve_tool, "serve_model", lambda model, host, port, options, allowed: asked.append(options) or 0
+    )
+    for words in ("run -p hi", "run -p hi --no-speculation", "serve", "serve --no-speculation"):
+        assert bytefloor(*words.split()).exit_code == 0
+    assert [options.speculates for options in asked] == [True, False, True, False]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

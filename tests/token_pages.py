@@ -47,6 +47,8 @@ def answer_of(request: Request, capacity: int) -> list[int]:
 class TokenPages:
     """The executor. loops: whether it decodes one sequence ahead of the host. n_rows: how many it has computed."""
 
+    most_draft_rows = 16
+
     def __init__(self, plan: CachePlan, loops: bool = False) -> None:
         self.plan, self.loops, self.n_rows = plan, loops, 0
         self.step, self.device = SimpleNamespace(kinds=KINDS), torch.device("cpu")

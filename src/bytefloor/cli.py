@@ -109,6 +109,9 @@ KvOption = Annotated[
         help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8.",
     ),
 ]
+SpeculationOption = Annotated[
+    bool, typer.Option("--no-speculation", help="Never compute ahead what the text has said before.")
+]
 ThinkingOption = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="Ask the template for thinking, where it knows of it.")
 ]
@@ -119,7 +122,13 @@ SystemOption = Annotated[str | None, typer.Option("--system", help="A system mes
 
 
 def _settings(
-    context: int | None, device: str, weights: str, kv: str | None, n_sequences: int = 1, **sampling: Any
+    context: int | None,
+    device: str,
+    weights: str,
+    kv: str | None,
+    n_sequences: int = 1,
+    speculates: bool = True,
+    **sampling: Any,
 ) -> tuple[Any, Any]:
     """EngineOptions and SamplingParams from flags."""
     from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions, check_kv
@@ -128,7 +137,9 @@ def _settings(
     if weights not in WEIGHT_TYPES:
         raise RequestError(f"--weights {weights}: expected {' or '.join(WEIGHT_TYPES)}")
     check_kv(kv)
-    options = EngineOptions(context=context, device=device, weights=weights, n_sequences=n_sequences, kv=kv)
+    options = EngineOptions(
+        context=context, device=device, weights=weights, n_sequences=n_sequences, kv=kv, speculates=speculates
+    )
     return options, SamplingParams(**sampling)
 
 
@@ -159,6 +170,7 @@ def run(
         Path | None, typer.Option("--grammar", metavar="FILE", help="Answer as this Lark or GBNF grammar says.")
     ] = None,
     regex: Annotated[str | None, typer.Option("--regex", help="Answer what matches, from first to last.")] = None,
+    no_speculation: SpeculationOption = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
     device: DeviceOption = "auto",
@@ -171,8 +183,8 @@ def run(
         raise RequestError("--logprobs: only --json shows them; add it")
     text = read_prompt(prompt, file)
     options, sampling = _settings(
-        context, device, weights, kv, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
+        context, device, weights, kv, speculates=not no_speculation, temperature=temp, top_k=top_k, top_p=top_p,
+        min_p=min_p, repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
     )  # fmt: skip
     form = read_grammar(json_schema, grammar, regex)
     asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form, reasoning_budget)
@@ -225,6 +237,7 @@ def serve(
     max_body: Annotated[
         Any, typer.Option("--max-body", parser=parse_size, metavar="N", help="Bytes of a request (16m).")
     ] = "16m",
+    no_speculation: SpeculationOption = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
     device: DeviceOption = "auto",
@@ -234,7 +247,7 @@ def serve(
         from bytefloor.server.service import ServerOptions
         from bytefloor.tools.serve import serve_model
 
-    options, _ = _settings(context, device, weights, kv, n_sequences=parallel)
+    options, _ = _settings(context, device, weights, kv, n_sequences=parallel, speculates=not no_speculation)
     origins = tuple(origin.strip() for origin in cors.split(",") if origin.strip())
     allowed = ServerOptions(alias, api_key, origins, timeout, max_body)
     raise typer.Exit(serve_model(model, host, port, options, allowed))

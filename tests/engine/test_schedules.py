@@ -15,6 +15,7 @@ from bytefloor.engine.request import Finish, Request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.sequence import SequenceState
 from device_sampling import Numbers
+from drafted import Always, foresee
 from token_pages import N_ROWS, N_TOKENS, TokenPages, answer_of
 
 SAMPLINGS = (
@@ -37,11 +38,21 @@ class Visit:
 
 
 class WatchedEngine(Engine):
-    """first_lengths: how long each request's cache was when it first began."""
+    """first_lengths: how long each request's cache was when it first began.
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
+    drafts: all are computed that there is room for, and most of them are right; None for no drafts.
+    """
+
+    def __init__(self, executor: TokenPages, drafts: random.Random | None) -> None:
+        super().__init__(executor, Numbers(N_TOKENS), N_ROWS, Always(1 if drafts is None else 16))
         self.first_lengths: dict[int, int] = {}
+        self._drafts = drafts
+
+    def add(self, request: Request) -> int:
+        request_id = super().add(request)
+        if self._drafts is not None:
+            foresee(self, answer_of(request, self.capacity), N_TOKENS, self._drafts)
+        return request_id
 
     def _begin(self, sequence: SequenceState) -> bool:
         has_begun = super()._begin(sequence)
@@ -113,8 +124,8 @@ def check_books(engine: Engine) -> None:
         assert max(of_live | of_kept, default=0) <= use.n_pages
 
 
-def play(plan: CachePlan, coming: list[Visit], loops: bool) -> Played:
-    engine = WatchedEngine(TokenPages(plan, loops), Numbers(N_TOKENS), N_ROWS)
+def play(plan: CachePlan, coming: list[Visit], loops: bool, drafts: random.Random | None) -> Played:
+    engine = WatchedEngine(TokenPages(plan, loops), drafts)
     played, now, ids, began = Played(engine), 0, {}, []
     ends: dict[int, Finish] = {}
     took: dict[int, int] = {}
@@ -147,9 +158,9 @@ def play(plan: CachePlan, coming: list[Visit], loops: bool) -> Played:
     return played
 
 
-def check(plan: CachePlan, coming: list[Visit], loops: bool) -> Played:
+def check(plan: CachePlan, coming: list[Visit], loops: bool, drafts: random.Random | None = None) -> Played:
     """Every answer is the one it has alone; steps are bounded by who came before; all pages come back."""
-    played = play(plan, coming, loops)
+    played = play(plan, coming, loops, drafts)
     n_rows = 0
     for visit, ids, text, end, took in zip(coming, played.ids, played.texts, played.ends, played.n_steps, strict=True):
         expected, n_prompt = answer_of(visit.request, plan.capacity), len(visit.request.prompt_ids)
@@ -162,7 +173,8 @@ def check(plan: CachePlan, coming: list[Visit], loops: bool) -> Played:
         assert took <= n_rows
     lengths = played.engine.first_lengths
     assert [end.n_cached for end in played.ends] == [lengths.get(i + 1, 0) for i in range(len(coming))]
-    if not loops and not played.engine.load.n_preempted and all(visit.leaves is None for visit in coming):
+    is_plain = not loops and drafts is None and not played.engine.load.n_preempted
+    if is_plain and all(visit.leaves is None for visit in coming):
         # What is said to have been there was not computed, and everything else was, once.
         computed = sum(end.n_prompt - end.n_cached + end.n_generated - 1 for end in played.ends)
         assert played.engine.executor.n_rows == computed
@@ -173,10 +185,12 @@ def check(plan: CachePlan, coming: list[Visit], loops: bool) -> Played:
 
 
 @settings(max_examples=300, deadline=None)
-@given(schedules(), st.booleans())
-def test_every_answer_is_the_one_it_has_alone(schedule: tuple[CachePlan, list[Visit]], loops: bool) -> None:
-    """S06, S17, V02"""
-    check(*schedule, loops)
+@given(schedules(), st.booleans(), st.none() | st.integers(0, 99).map(random.Random))
+def test_every_answer_is_the_one_it_has_alone(
+    schedule: tuple[CachePlan, list[Visit]], loops: bool, drafts: random.Random | None
+) -> None:
+    """S06, S17, V02, P12"""
+    check(*schedule, loops, drafts)
 
 
 def crowd(seed: int) -> tuple[CachePlan, list[Visit]]:
@@ -194,12 +208,14 @@ def crowd(seed: int) -> tuple[CachePlan, list[Visit]]:
 def test_crowds_are_pre_empted_and_cancelled_at_every_stage() -> None:
     """S17, V02: the schedules above are worth nothing if nobody is ever short of pages."""
     stages: Counter[str] = Counter()
-    n_preempted = n_cached = 0
+    n_preempted = n_cached = n_accepted = 0
     for seed in range(80):
-        played = check(*crowd(seed), loops=seed % 2 == 1)
+        played = check(*crowd(seed), loops=seed % 2 == 1, drafts=random.Random(seed) if seed % 4 > 1 else None)
         stages += played.stages
         n_preempted += played.engine.load.n_preempted
         n_cached += sum(end.n_cached for end in played.ends)
+        n_accepted += sum(end.n_draft_accepted for end in played.ends)
     assert n_preempted > 150
+    assert n_accepted > 300
     assert n_cached > 100
     assert min(stages[stage] for stage in ("queued", "prefill", "decode", "pre-empted")) >= 4, stages

@@ -32,6 +32,8 @@ class Scripted:
     nan: prompts that hold this token get logits that are NaN.
     """
 
+    most_draft_rows = 16
+
     def __init__(self, opened: Opened, plan: CachePlan) -> None:
         self.step = opened.engine.executor.step
         self.plan = plan

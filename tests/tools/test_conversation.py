@@ -50,6 +50,13 @@ def test_a_second_turn_computes_only_what_is_new(talk: Conversation) -> None:
     assert talk.n_context == second.n_prompt + second.n_generated
 
 
+def test_the_line_at_the_end_tells_of_drafts_where_there_were_some(opened: Opened) -> None:
+    finish = Finish("stop", "end of turn", 9, 0, 30, 0.1, 1.0, 1)
+    assert "drafts" not in run.summary(finish, opened)
+    line = run.summary(replace(finish, n_draft=40, n_draft_accepted=19), opened)
+    assert "answer 30 tokens: 29.0 tok/s, 19 of 40 drafts right; context" in line
+
+
 def test_retry_computes_one_token_of_the_prompt(talk: Conversation) -> None:
     first = talk.ask("again?")
     question = talk.command("/retry")

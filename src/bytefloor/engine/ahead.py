@@ -7,8 +7,10 @@ who ends with that one has a row that is computed for nobody. Whoever drives thi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.batch_loop import KNOWN, BatchLoop, UnderWay
@@ -28,13 +30,13 @@ class _Step:
 
 
 class Ahead:
-    """capacity: positions a sequence may have. is_plain: whether a sequence decodes, and nothing but its parameters
-    says what token it gets."""
+    """capacity: positions a sequence may have. chooses_freely: whether a sequence decodes, and nothing but
+    its parameters says what token it gets."""
 
     def __init__(
-        self, loop: BatchLoop | None, pages: Pages, capacity: int, is_plain: Callable[[SequenceState], bool]
+        self, loop: BatchLoop | None, pages: Pages, capacity: int, chooses_freely: Callable[[SequenceState], bool]
     ) -> None:
-        self._loop, self._pages, self._capacity, self._is_plain = loop, pages, capacity, is_plain
+        self._loop, self._pages, self._capacity, self._chooses_freely = loop, pages, capacity, chooses_freely
         self._steps: deque[_Step] = deque()
         self._draws: dict[SequenceState, Draw | None] = {}
 
@@ -44,7 +46,7 @@ class Ahead:
 
     def draw(self, sequence: SequenceState) -> Draw | None:
         """What to ask the device for a sequence's next token; None where it is the host's."""
-        if self._loop is None or not self._is_plain(sequence):
+        if self._loop is None or not self._chooses_freely(sequence):
             return None
         if sequence not in self._draws:
             sampler = sequence.sampler
@@ -86,6 +88,10 @@ class Ahead:
         step = self._steps.popleft()
         found = zip(step.members, self._loop.read(step.work), strict=True)
         return [(sequence, sampled) for sequence, sampled in found if sequence is not None]
+
+    def sample(self, logits: Tensor, draws: Mapping[int, Draw], positions: Mapping[int, int]) -> dict[int, Sampled]:
+        """Tokens of some rows of a plain step's logits, see ``BatchLoop.sample``."""
+        return self._loop.sample(logits, draws, positions) if self._loop is not None else {}
 
     def forget(self, sequence: SequenceState) -> None:
         """What is under way of a sequence is nobody's now, and pages that it took are returned. It may still run, but

@@ -101,6 +101,9 @@ class DeviceExecutor:
         }
         self._prompts = PromptRunner(self._plan_rows(fused, self._memory), kernels, self._stream)
 
+    most_draft_rows = 1
+    """Rows of a sequence, all wanted, that get the bits which each gets alone."""
+
     # --- memory
 
     @property

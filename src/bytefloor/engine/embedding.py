@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import SequenceCache
 from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, FinishReason, Reading
+from bytefloor.engine.sequence import SequenceState
 
 
 class EmbeddingState:
@@ -43,9 +46,10 @@ class EmbeddingState:
             self._started_at = time.perf_counter()
         self.has_started = True
 
-    def take(self, sum_hidden: Tensor) -> None:
-        """Float64 [D] of the rows that were computed now."""
+    def take(self, n_rows: int, sum_hidden: Tensor) -> None:
+        """Rows that were computed now, and their sum, float64 [D]."""
         self._sum = self._sum + sum_hidden
+        self.cache.commit(n_rows)
 
     def last(self) -> Delta:
         """The mean over all positions, once none is pending, made one long. An error where it is no direction."""
@@ -61,3 +65,23 @@ class EmbeddingState:
         """What the request took until now."""
         seconds = time.perf_counter() - self._started_at
         return Finish(reason, detail, len(self.ids), 0, 0, prompt_s=seconds, decode_s=0.0, seed=0)
+
+
+def add_up(rows: Sequence[tuple[EmbeddingState, int]], sum_hidden: Callable[[Batch], Tensor]) -> None:
+    """Compute the next rows of each text, whose pages are there."""
+    batch = Batch()
+    for text, n_rows in rows:
+        start = text.cache.length
+        text.cache.append_rows(batch, text.ids[start : start + n_rows], [])
+    for (text, n_rows), found in zip(rows, sum_hidden(batch).cpu(), strict=True):
+        text.take(n_rows, found)
+
+
+Rows = Sequence[tuple[SequenceState | EmbeddingState, int]]
+"""Who takes part in a step, with how many rows."""
+
+
+def parted(rows: Rows) -> tuple[list[tuple[SequenceState, int]], list[tuple[EmbeddingState, int]]]:
+    """Answers, and texts to be embedded."""
+    answers = [(each, n) for each, n in rows if isinstance(each, SequenceState)]
+    return answers, [(each, n) for each, n in rows if isinstance(each, EmbeddingState)]

@@ -3,60 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
+from bytefloor.engine.ahead import Ahead
 from bytefloor.engine.batch import Batch, PageCopy
-from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
-from bytefloor.engine.embedding import EmbeddingState
-from bytefloor.engine.pages import Pages, PageUse
+from bytefloor.engine.embedding import EmbeddingState, Rows, add_up, parted
+from bytefloor.engine.executor import Executor
+from bytefloor.engine.pages import Load, Pages
 from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, Reading, Request
-from bytefloor.engine.sampler import Sampled
+from bytefloor.engine.request_check import check_request
+from bytefloor.engine.sampler import Sampled, never_sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
+from bytefloor.engine.speculation import LINGER, Speculation, Wish
 from bytefloor.errors import BytefloorError, CapacityError, NumericalError, RequestError
-from bytefloor.model.step import Step
 from bytefloor.text.tokenizer import Tokenizer
 
-
-class Executor(Protocol):
-    """What the engine needs of whoever computes."""
-
-    step: Step
-    plan: CachePlan
-    device: torch.device
-
-    def run(self, batch: Batch) -> Tensor: ...
-
-    def sum_hidden(self, batch: Batch) -> Tensor:
-        """Float64 [B, D]: of each sequence the sum over its rows of what the model's head gets."""
-        ...
-
-    def make_loop(self) -> DecodeLoop | None:
-        """What decodes one sequence without the host in between; None where nothing can."""
-        ...
-
-
-def never_sampled(tokenizer: Tokenizer, vocabulary_size: int) -> frozenset[int]:
-    """Suppressed tokens, and rows of the table beyond the last token, which nobody could read."""
-    return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
-
-
-@dataclass(frozen=True)
-class Load:
-    """How busy an engine is. n_preempted: how often, since it began, a sequence had to give its pages to an older one.
-
-    pages: of each cache kind.
-    """
-
-    n_running: int
-    n_waiting: int
-    n_preempted: int
-    pages: dict[str, PageUse]
+Drafts = dict[SequenceState, list[int]]
+"""Of each sequence that has some: tokens that may follow its last one. They are computed with it, and kept if right."""
 
 
 class Engine:
@@ -65,19 +33,24 @@ class Engine:
     Every request's tokens depend on its own prompt, parameters and seed only. Finished sequences leave their cache in
     a store of prefixes, which a later prompt that begins alike continues from. Where pages are short requests wait, or
     wait once more and are computed again; none is lost.
+
+    speculation: says which drafts are worth computing; without one, and where the executor takes none, there are none.
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int) -> None:
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int, speculation: Speculation | None = None
+    ) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._pages = Pages(executor.plan, executor.step.kinds)
-        self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(
-            executor.plan.n_sequences, executor.plan.chunk
-        )
+        plan = executor.plan
+        self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(plan.n_sequences, plan.chunk)
+        self._speculation = speculation or Speculation(1)
         self._n_requests = 0
         self._loop = executor.make_loop()
+        self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity, self._chooses_freely)
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
         self._looping: SequenceState | None = None
         self._is_shown = False
@@ -99,27 +72,7 @@ class Engine:
 
     def check(self, request: Request | EmbeddingRequest) -> None:
         """RequestError when it cannot be served as asked. Reads only what never changes: any thread may ask."""
-        n_prompt = len(request.prompt_ids)
-        if n_prompt == 0:
-            raise RequestError("the prompt is empty: at least one token is needed")
-        for token in request.prompt_ids:
-            if not 0 <= token < self.vocabulary_size:
-                raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
-        if isinstance(request, EmbeddingRequest):
-            if n_prompt > self.capacity:
-                raise RequestError(f"the text has {n_prompt} tokens, the context holds {self.capacity}: raise -c")
-            return
-        if n_prompt >= self.capacity:
-            raise RequestError(
-                f"the prompt has {n_prompt} tokens, the context holds {self.capacity}, of which one must be left "
-                "for the answer; shorten the prompt or raise -c"
-            )
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 1")
-        if request.grammar is not None and request.ignores_end:
-            raise RequestError("a grammar and ignores_end exclude each other: a grammar says where the answer ends")
-        if request.grammar is not None and request.grammar.tokenizer is not self.tokenizer:
-            raise RequestError("the grammar was compiled for another tokenizer")
+        check_request(request, self.capacity, self.vocabulary_size, self.tokenizer)
 
     def drop_running(self) -> set[int]:
         """After a step that raised: forget all that took part, since nobody knows how far it came.
@@ -158,21 +111,90 @@ class Engine:
     def step(self) -> list[Delta]:
         """One step of the model, and what it gave each request that took part."""
         self._scheduler.admit(self._begin)
-        planned = self._scheduler.plan()
-        if not planned:
+        whole = self._scheduler.plan()
+        planned, texts = parted(whole)
+        if self._ahead.is_under_way:
+            return self._step_together([] if texts else planned)
+        if not whole:
             return []
-        first = planned[0][0]
-        if len(planned) == 1 and isinstance(first, SequenceState) and self._can_loop(first):
-            sampled = self._decode_ahead(first)
-            if sampled is not None:
-                return [self._take(first, sampled)]
+        if texts:
+            return self._step_with_texts(whole)
+        drafts = self._draft(planned)
+        if not drafts and self._ahead.can_serve(planned):
+            self._leave_loop()
+            if self._launch_together(planned):
+                return self._step_together(planned)
+        if not drafts and len(planned) == 1 and self._can_loop(planned[0][0]):
+            delta = self._step_ahead(planned[0][0])
+            if delta is not None:
+                return [delta]
+        was_looping = self._looping is not None
         self._leave_loop()
+        settled, copies, deltas = self._settle(planned)
+        rows, _ = parted(settled)
+        if not rows:
+            return deltas
+        drafts = self._settle_drafts(drafts, rows, copies)
+        # Where the loop is the plain way, its steps are what plain steps cost; none counts that waits for another.
+        is_typical = all(sequence.is_decoding for sequence, _ in rows) and not was_looping
+        is_typical &= bool(drafts) or len(rows) > 1 or not self._has_loop(rows[0][0])
+        started = self._speculation.now()
+        deltas += self._run(rows, copies, drafts)
+        if is_typical:
+            self._note(len(rows), sum(map(len, drafts.values())), started)
+        return deltas
+
+    def _step_together(self, planned: list[tuple[SequenceState, int]]) -> list[Delta]:
+        """Start the next step of several sequences where it is one, and read the one before it."""
+        if self._ahead.can_serve(planned):
+            self._launch_together(planned)
+        try:
+            found = self._ahead.read()
+        except BaseException:
+            self._drop_together()
+            raise
+        deltas: list[Delta] = []
+        for sequence, sampled in found:
+            if sampled is None:
+                sequence.is_handed_back = True
+            else:
+                sequence.cache.commit(1)
+                sequence.sampler.accept(sampled.id)
+                deltas.append(self._take(sequence, sampled))
+            if not self._chooses_freely(sequence):
+                self._ahead.forget(sequence)
+        return deltas
+
+    def _launch_together(self, planned: list[tuple[SequenceState, int]]) -> bool:
+        try:
+            return self._ahead.launch(sequence for sequence, _ in planned)
+        except BaseException:
+            for sequence, _ in planned:
+                self._drop(sequence)
+            self._drop_together()
+            raise
+
+    def _drop_together(self) -> None:
+        for sequence in self._ahead.clear():
+            self._drop(sequence)
+
+    @staticmethod
+    def _chooses_freely(sequence: SequenceState) -> bool:
+        """Whether it decodes, and its parameters alone say what a device makes of logits."""
+        return sequence.is_decoding and sequence.has_free_choice and not sequence.is_handed_back
+
+    def _settle(self, planned: Rows) -> tuple[Rows, list[PageCopy], list[Delta]]:
+        """Rows whose pages are there, what is to be copied first, and who had to be ended."""
         settled = self._pages.settle(planned, self._scheduler)
-        deltas = [self._fail(sequence, error) for sequence, error in settled.lacking]
-        answers = [(sequence, n) for sequence, n in settled.rows if isinstance(sequence, SequenceState)]
-        texts = [(sequence, n) for sequence, n in settled.rows if isinstance(sequence, EmbeddingState)]
+        return settled.rows, settled.copies, [self._fail(sequence, error) for sequence, error in settled.lacking]
+
+    def _step_with_texts(self, planned: Rows) -> list[Delta]:
+        """A plain step of answers, without drafts, and of texts to be embedded, which have a pass of their own."""
+        self._leave_loop()
+        rows, copies, deltas = self._settle(planned)
+        answers, texts = parted(rows)
         # Copies come first, and with answers: what is embedded shares no page.
-        deltas += self._run(answers, settled.copies) if answers else []
+        deltas += self._run(answers, copies, {}) if answers else []
         return deltas + (self._embed(texts) if texts else [])
 
     def _begin(self, sequence: SequenceState | EmbeddingState) -> bool:
@@ -183,9 +205,42 @@ class Engine:
             sequence.start(cache)
         return cache is not None
 
-    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> list[Delta]:
-        """Compute rows whose pages are there, and take what the last one of each sequence gives."""
-        batch, samplers = self._make_batch(rows, copies)
+    def _draft(self, planned: list[tuple[SequenceState, int]]) -> Drafts:
+        """Tokens that may come next, of sequences where it pays to compute them along.
+
+        None beside a prompt, whose rows take time of their own where those of decoding wait for weights.
+        """
+        speculation = self._speculation
+        if not speculation.is_on or not all(sequence.is_decoding for sequence, _ in planned):
+            return {}
+        n_room = self._scheduler.n_spare(planned)
+        n_most = min(speculation.most_rows - 1, n_room)
+        proposed = {sequence: sequence.propose(n_most, self.capacity) for sequence, _ in planned}
+        found = {sequence: draft for sequence, draft in proposed.items() if draft}
+        wishes = [Wish(sequence.drafting, len(sequence.ids), len(draft)) for sequence, draft in found.items()]
+        chosen = speculation.choose(wishes, len(planned), n_room, int(self._looping is not None))
+        drafts = {sequence: found[sequence][:n] for sequence, n in zip(found, chosen, strict=True) if n}
+        for sequence, _ in planned:
+            sequence.drafting.n_since = 0 if sequence in drafts else sequence.drafting.n_since + 1
+        return drafts
+
+    def _settle_drafts(self, drafts: Drafts, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> Drafts:
+        """Those for which there are pages beside all rows of the step; adds the copies that they take."""
+        settled: Drafts = {}
+        for sequence, _ in rows:
+            if sequence in drafts:
+                n, more = self._pages.reserve_spare(sequence.cache, 1, len(drafts[sequence]))
+                copies.extend(more)
+                settled |= {sequence: drafts[sequence][:n]} if n else {}
+        return settled
+
+    def _note(self, n_sequences: int, n_drafts: int, started: float) -> None:
+        self._speculation.note(n_sequences, n_drafts, self._speculation.now() - started)
+
+    def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts) -> list[Delta]:
+        """Compute rows whose pages are there, and take what the last one of each sequence and its drafts give."""
+        batch, samplers = self._make_batch(rows, copies, drafts)
+        draws = {sequence: self._ahead.draw(sequence) for sequence in samplers if sequence not in drafts}
         try:
             logits = self.executor.run(batch)
         except BaseException:
@@ -199,28 +254,35 @@ class Engine:
             # A device is still at its work.
             if sequence.constraint is not None:
                 sequence.constraint.prepare()
-        found = logits.float().cpu().numpy()
-        return [self._postprocess(sequence, found[i]) for i, sequence in enumerate(samplers)]
+        if self._speculation.is_on:
+            for sequence, _ in rows:
+                sequence.ngrams.take_in(sequence.cache.length)
+        ends = list(accumulate(1 + len(drafts.get(sequence, ())) for sequence in samplers))
+        asked = {end - 1: draw for end, sequence in zip(ends, samplers, strict=True) if (draw := draws.get(sequence))}
+        places = {end - 1: len(sequence.ids) - 1 for end, sequence in zip(ends, samplers, strict=True)}
+        drawn = self._ahead.sample(logits, asked, places)
+        deltas: list[Delta] = []
+        for sequence, end in zip(samplers, ends, strict=True):
+            draft = drafts.get(sequence, [])
+            if (sampled := drawn.get(end - 1)) is not None:
+                sequence.sampler.accept(sampled.id)
+                deltas.append(self._take(sequence, sampled))
+                continue
+            deltas += self._postprocess(sequence, logits[end - 1 - len(draft) : end].float().cpu().numpy(), draft)
+        return deltas
 
     def _embed(self, rows: list[tuple[EmbeddingState, int]]) -> list[Delta]:
         """Add up rows whose pages are there; pages of a text that is whole come back at once."""
-        batch = Batch()
-        for text, n_rows in rows:
-            start = text.cache.length
-            text.cache.append_rows(batch, text.ids[start : start + n_rows], [])
         try:
-            sums = self.executor.sum_hidden(batch).cpu()
+            add_up(rows, self.executor.sum_hidden)
         except BaseException:
             for text, _ in rows:
                 self._drop(text)
             raise
-        deltas = []
-        for (text, n_rows), sum_hidden in zip(rows, sums, strict=True):
-            text.take(sum_hidden)
-            text.cache.commit(n_rows)
-            if not text.n_pending:
-                deltas.append(text.last())
-                self._drop(text)
+        whole = [text for text, _ in rows if not text.n_pending]
+        deltas = [text.last() for text in whole]
+        for text in whole:
+            self._drop(text)
         return deltas
 
     def reading(self, request_id: int) -> Reading | None:
@@ -233,13 +295,29 @@ class Engine:
         return next((sequence.reading for sequence in found), None)
 
     def _can_loop(self, sequence: SequenceState) -> bool:
+        """Not at once after a draft: the next one may follow, and leaving throws a step away."""
+        return self._has_loop(sequence) and sequence.drafting.n_since >= LINGER
+
+    def _has_loop(self, sequence: SequenceState) -> bool:
         """The first token is the host's: it belongs to the prompt's last step, and its sampler checks the request.
 
         One that lost its pages has many tokens to compute first, though it has answered. Under a grammar all are the
         host's: the next mask needs the token before it. So are those that close a thought.
         """
-        is_decoding = sequence.first_token_at is not None and sequence.n_pending == 1 and sequence.has_free_choice
+        is_decoding = sequence.is_decoding and sequence.has_free_choice
         return self._loop is not None and is_decoding and self._loop.can_serve(sequence.request.sampling)
+
+    def _step_ahead(self, sequence: SequenceState) -> Delta | None:
+        """The next token by the loop. None where the host must do this one over."""
+        is_under_way = self._looping is sequence
+        started = self._speculation.now()
+        sampled = self._decode_ahead(sequence)
+        if sampled is None:
+            return None
+        delta = self._take(sequence, sampled)
+        if is_under_way:
+            self._note(1, 0, started)
+        return delta
 
     def _decode_ahead(self, sequence: SequenceState) -> Sampled | None:
         """The next token, while the device begins the one after it. None where the host must do this one over."""
@@ -285,26 +363,46 @@ class Engine:
         self._looping = None
 
     def _make_batch(
-        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy]
+        self, planned: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts
     ) -> tuple[Batch, list[SequenceState]]:
-        """The rows, and the sequences that will get a token from them, in the order of the wanted rows."""
+        """The rows, and the sequences that will get tokens from them, in the order of the wanted rows."""
         batch, samplers = Batch(copies=copies), []
         for sequence, n_rows in planned:
             is_last = n_rows == sequence.n_pending
             start = sequence.cache.length
-            sequence.cache.append_rows(batch, sequence.ids[start : start + n_rows], [n_rows - 1] if is_last else [])
+            ids = [*sequence.ids[start : start + n_rows], *drafts.get(sequence, ())]
+            sequence.cache.append_rows(batch, ids, range(n_rows - 1, len(ids)) if is_last else ())
             if is_last:
                 samplers.append(sequence)
         return batch, samplers
 
-    def _postprocess(self, sequence: SequenceState, logits: object) -> Delta:
-        try:
-            sampled = sequence.sample(logits)
-        except (NumericalError, RequestError) as error:
-            # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
-            # are worthless, so the cache goes.
-            return self._fail(sequence, error)
-        return self._take(sequence, sampled)
+    def _postprocess(self, sequence: SequenceState, logits: npt.NDArray[np.floating], draft: list[int]) -> list[Delta]:
+        """logits: [1 + drafts, V]. A row counts for as long as the drafts before it are what was drawn."""
+        deltas: list[Delta] = []
+        sequence.drafting.n_draft += len(draft)
+        n_accepted = 0
+        for row in logits:
+            if deltas:
+                sequence.cache.commit(1)
+            try:
+                sampled = sequence.sample(row)
+            except (NumericalError, RequestError) as error:
+                # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
+                # are worthless, so the cache goes.
+                return [*deltas, self._fail(sequence, error)]
+            sequence.is_handed_back = False
+            is_right = draft[n_accepted : n_accepted + 1] == [sampled.id]
+            n_accepted += is_right
+            sequence.drafting.n_draft_accepted += is_right
+            deltas.append(self._take(sequence, sampled))
+            if deltas[-1].finish is not None:
+                return deltas
+            if not is_right:
+                break
+        if draft:
+            sequence.drafting.judge(len(draft), n_accepted)
+            sequence.cache.rewind(sequence.cache.length)
+        return deltas
 
     def _fail(self, sequence: SequenceState | EmbeddingState, error: BytefloorError) -> Delta:
         self._drop(sequence)
@@ -318,12 +416,16 @@ class Engine:
             self._pages.prefixes.put(computed, sequence.cache.fork())
         if delta.finish is not None:
             self._remove(sequence)
+            # Pages of drafts that nobody needs any more.
+            sequence.cache.rewind(sequence.cache.length)
             self._pages.prefixes.put(computed, sequence.cache)
         return delta
 
     def _remove(self, sequence: SequenceState | EmbeddingState) -> None:
         if sequence is self._looping:
             self._leave_loop()
+        if isinstance(sequence, SequenceState):
+            self._ahead.forget(sequence)
         self._scheduler.remove(sequence)
 
     def _drop(self, sequence: SequenceState | EmbeddingState) -> None:

@@ -9,11 +9,14 @@ import torch
 
 from bytefloor.engine.cache import Room
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.engine import Engine, Executor, never_sampled
+from bytefloor.engine.engine import Engine
+from bytefloor.engine.executor import Executor
 from bytefloor.engine.launches import STORAGES
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Progress
 from bytefloor.engine.reference import Precision, ReferenceExecutor
+from bytefloor.engine.sampler import never_sampled
+from bytefloor.engine.speculation import Speculation
 from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.files.stored import Checkpoint
@@ -44,7 +47,8 @@ class EngineOptions:
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
     chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK or REFERENCE_CHUNK, as it may be. kv: one of KV_TYPES,
     None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes together,
-    None for n_sequences full contexts; where they run out, sequences wait for each other.
+    None for n_sequences full contexts; where they run out, sequences wait for each other. speculates: whether what
+    a text has said before is computed ahead, where that pays.
     """
 
     context: int | None = None
@@ -55,6 +59,7 @@ class EngineOptions:
     kv: str | None = None
     n_snapshots: int = 4
     positions: int | None = None
+    speculates: bool = True
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ def open_engine(path: Path, options: EngineOptions, progress: Progress | None = 
     )
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
-    engine = Engine(executor, tokenizer, model.config.vocabulary_size)
+    speculation = Speculation(executor.most_draft_rows) if options.speculates else None
+    engine = Engine(executor, tokenizer, model.config.vocabulary_size, speculation)
     told = (*checkpoint.notices, *tokenizer.notices, *notices)
     return Opened(model, tokenizer, template, engine, device, told, executor.step.kinds[0].storage)
 

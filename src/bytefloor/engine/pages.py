@@ -41,6 +41,19 @@ class PageUse:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How busy an engine is. n_preempted: how often, since it began, a sequence had to give its pages to an older one.
+
+    pages: of each cache kind.
+    """
+
+    n_running: int
+    n_waiting: int
+    n_preempted: int
+    pages: dict[str, PageUse]
+
+
+@dataclass(frozen=True)
 class Settled(Generic[H]):
     """A step's rows whose pages are there.
 
@@ -92,6 +105,15 @@ class Pages:
             except CapacityError:
                 if not self.prefixes.evict():
                     raise
+
+    def reserve_spare(self, cache: SequenceCache, n_rows: int, n_more: int) -> tuple[int, list[PageCopy]]:
+        """Behind n_rows that are writable, how many of n_more can be made so with free pages alone, and the copies."""
+        for n in range(n_more, 0, -1):
+            try:
+                return n, cache.reserve(n_rows + n)
+            except CapacityError:
+                continue
+        return 0, []
 
     def settle(self, planned: Sequence[tuple[H, int]], scheduler: Scheduler[H]) -> Settled[H]:
         """Make the rows of a step writable.

@@ -14,6 +14,7 @@ from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.progress import LOADING, Progress, Silent
 from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, n_values, step_bytes
+from bytefloor.engine.speculation import MOST_ROWS
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
@@ -89,6 +90,16 @@ class ReferenceExecutor:
 
     # --- what it takes
 
+    @property
+    def most_draft_rows(self) -> int:
+        """Rows of one sequence that get the tokens which each gets alone: MOST_ROWS, or 1 where values are rounded.
+
+        The order of a sum depends on the number of rows. In float32 that is a last bit, which matters where two tokens
+        are as close as that; what rounds to less makes a step of it, and then texts would depend on the drafts.
+        """
+        keeps_all = self.precision.weights.itemsize >= 4 and self._kv() in ("float32", "float64")
+        return MOST_ROWS if keeps_all else 1
+
     def weight_bytes(self) -> int:
         """Bytes of the decoded weights that are kept in memory."""
         return sum(self._kept_bytes(weight) for weight in self._dense_weights())
@@ -110,7 +121,8 @@ class ReferenceExecutor:
         # Float32 values are kept as they are decoded; another dtype is a second tensor.
         narrowed = [4 * n_values(weight) for weight in self._dense_weights() if self._dtype(weight) != torch.float32]
         workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
-        running = step_bytes(self.step, self.plan, self.precision.compute.itemsize)
+        item_bytes = self.precision.compute.itemsize
+        running = max(step_bytes(self.step, self.plan, item_bytes, n_rows) for n_rows in (None, self.most_draft_rows))
         return max(workspace + running, *narrowed, 0)
 
     def _kv(self) -> str:

@@ -53,6 +53,7 @@ class Finish:
     stop: the stop string that ended it; None for any other end.
     n_cached: prompt tokens whose keys and values were already there, in every layer, when the request first began.
     n_thought: tokens within thoughts, those of tags and those that closed them for the model not counted.
+    n_draft: tokens that were proposed and computed; n_draft_accepted: how many of them are in the answer.
     Seconds are wall time.
     """
 
@@ -66,6 +67,8 @@ class Finish:
     seed: int
     stop: str | None = None
     n_thought: int = 0
+    n_draft: int = 0
+    n_draft_accepted: int = 0
 
     @property
     def prompt_tok_s(self) -> float:
@@ -89,7 +92,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one request's answer. Texts of all deltas join to the answer.
+    """A token of one request's answer and the text it adds; a step may give several. All texts join to the answer.
 
     embedding: with the finish of an EmbeddingRequest, D numbers.
     """

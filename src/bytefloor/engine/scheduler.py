@@ -7,7 +7,7 @@ youngest goes back to the front of the queue. So the oldest one always gets on, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -76,6 +76,10 @@ class Scheduler(Generic[S]):
         planned = [(sequence, 1) for sequence in decoding[: self.chunk - n_left]]
         shares = self._shares([prompt.n_pending for prompt in prompts], self.chunk - len(planned))
         return planned + [(prompt, n) for prompt, n in zip(prompts, shares, strict=True) if n]
+
+    def n_spare(self, planned: Sequence[tuple[S, int]]) -> int:
+        """Rows that a step has left."""
+        return self.chunk - sum(n for _, n in planned)
 
     @staticmethod
     def _shares(pending: list[int], budget: int) -> list[int]:

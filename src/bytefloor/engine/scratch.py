@@ -56,13 +56,15 @@ def last_uses(step: Step) -> list[list[int]]:
     return ends
 
 
-def step_bytes(step: Step, plan: CachePlan, item_bytes: int) -> int:
-    """The most that the plain list takes for a whole chunk at the end of a full cache, as the engine asks for it: one
-    row of logits a sequence.
+def step_bytes(step: Step, plan: CachePlan, item_bytes: int, n_rows: int | None = None) -> int:
+    """The most that the plain list takes at the end of a full cache, as the engine asks for it: for a whole chunk, with
+    one row of logits a sequence, or for so many rows of each sequence with logits of all.
 
     item_bytes: of an activation.
     """
-    sizes = {"T": min(plan.chunk, plan.capacity), "R": plan.n_sequences, "B": plan.n_sequences}
+    most_rows, n_sequences = min(plan.chunk, plan.capacity), plan.n_sequences
+    n_tokens = most_rows if n_rows is None else min(most_rows, n_rows * n_sequences)
+    sizes = {"T": n_tokens, "R": n_sequences if n_rows is None else n_tokens, "B": n_sequences}
     sizes |= {f"P.{kind.name}": plan.n_table(kind) for kind in step.kinds}
     held: dict[int, int] = {}
     most = 0

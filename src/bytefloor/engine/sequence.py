@@ -8,23 +8,31 @@ from typing import Any
 
 from bytefloor.engine.cache import SequenceCache
 from bytefloor.engine.loops import is_looping
+from bytefloor.engine.ngram import NgramIndex
 from bytefloor.engine.request import Delta, Finish, FinishReason, Reading, Request
 from bytefloor.engine.sampler import Sampled, Sampler
+from bytefloor.engine.speculation import DraftRecord
 from bytefloor.text.stop import StopMatcher
 from bytefloor.text.tokenizer import Tokenizer
 
 
 class SequenceState:
-    """ids: prompt and answer. The first cache.length of them are computed, the others pending."""
+    """ids: prompt and answer. The first cache.length of them are computed, the others pending.
+
+    drafting: what became of the drafts that it had. is_handed_back: the device could not choose its next token, so the
+    host will.
+    """
 
     def __init__(self, request_id: int, request: Request, tokenizer: Tokenizer, banned_ids: frozenset[int]) -> None:
         self.request_id = request_id
         self.request = request
         self.ids = list(request.prompt_ids)
         self.cache: SequenceCache
-        self.has_started = False
+        self.has_started = self.is_handed_back = False
         self.first_token_at: float | None = None
         self.sampler = Sampler(request.sampling, request.prompt_ids, banned_ids)
+        self.drafting = DraftRecord()
+        self.ngrams = NgramIndex(self.ids)
         self.constraint = request.grammar.start(request.prompt_ids) if request.grammar is not None else None
         self._end_ids = frozenset() if request.ignores_end else tokenizer.end_ids
         self._decoder = tokenizer.stream(request.prompt_ids, keep_special=request.shown_ids)
@@ -43,6 +51,11 @@ class SequenceState:
     def has_free_choice(self) -> bool:
         """Whether the next token follows from logits and sampling parameters alone."""
         return self.constraint is None and not self._forced
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether it has begun to answer, and its last token alone is not computed."""
+        return self.first_token_at is not None and self.n_pending == 1
 
     @property
     def n_generated(self) -> int:
@@ -77,6 +90,15 @@ class SequenceState:
     def may_go_on(self, capacity: int) -> bool:
         """Whether a token may be wanted after the next one. What the next one is may still end the answer."""
         return len(self.ids) + 1 < capacity and self.n_generated + 1 != self.request.max_tokens
+
+    def propose(self, n_most: int, capacity: int) -> list[int]:
+        """Up to n_most tokens that may follow, and behind which one more may still be wanted; none while it rests."""
+        if self.drafting.is_resting(len(self.ids)):
+            return []
+        n_most = min(n_most, capacity - len(self.ids) - 1)
+        if self.request.max_tokens is not None:
+            n_most = min(n_most, self.request.max_tokens - self.n_generated - 1)
+        return self.ngrams.propose(n_most) if n_most > 0 else []
 
     def accept(self, sampled: Sampled, capacity: int) -> Delta:
         """Turn the next token into text."""
@@ -136,4 +158,6 @@ class SequenceState:
             seed=self.sampler.seed,
             stop=self._stop.found,
             n_thought=self._budget.n_used if self._budget is not None else 0,
+            n_draft=self.drafting.n_draft,
+            n_draft_accepted=self.drafting.n_draft_accepted,
         )

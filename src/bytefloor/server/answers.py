@@ -231,7 +231,7 @@ class Answer:
 def timings(finishes: Sequence[Finish], queue_s: float) -> Json:
     """How long an answer took, in ms. Of several choices: tokens of all, the time of the slowest.
 
-    prompt_n counts computed tokens, cache_n the others.
+    prompt_n counts computed tokens, cache_n the others. draft_n and draft_n_accepted: only where there were drafts.
     """
     if not finishes:
         return {}
@@ -239,6 +239,7 @@ def timings(finishes: Sequence[Finish], queue_s: float) -> Json:
     n_read = sum(each.n_prompt - each.n_cached for each in finishes)
     n_generated = sum(each.n_generated for each in finishes)
     n_later = sum(max(each.n_generated - 1, 0) for each in finishes)
+    n_draft, n_accepted = sum(each.n_draft for each in finishes), sum(each.n_draft_accepted for each in finishes)
     return {
         "queue_ms": round(1e3 * queue_s, 3),
         "cache_n": sum(each.n_cached for each in finishes),
@@ -249,6 +250,7 @@ def timings(finishes: Sequence[Finish], queue_s: float) -> Json:
         "predicted_ms": round(1e3 * decode_s, 3),
         "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 else 0.0,
         "seed": finishes[0].seed,
+        **({"draft_n": n_draft, "draft_n_accepted": n_accepted} if n_draft else {}),
     }
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from bytefloor.engine.engine import Load
+from bytefloor.engine.pages import Load
 from bytefloor.engine.request import Delta
 from bytefloor.server.worker import Handle
 
@@ -58,6 +58,8 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens, cached ones included.")
         self._cached = self._counter("cached_tokens", "Prompt tokens that were in the cache.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
+        self._drafted = self._counter("draft_tokens", "Tokens that were proposed and computed.")
+        self._accepted = self._counter("draft_tokens_accepted", "Proposed tokens that are in an answer.")
         self._finished = self._counter("requests_finished", "Requests of the engine that ended, by how.", "reason")
         self._errors = self._counter("errors", "Answers with an error status, and streams that ended in one.", "status")
         self._responses = self._counter("http_responses", "HTTP responses.", "path", "status")
@@ -77,6 +79,8 @@ class Metrics:
         self._finished.labels(finish.reason).inc()
         self._prompt.inc(finish.n_prompt)
         self._cached.inc(finish.n_cached)
+        self._drafted.inc(finish.n_draft)
+        self._accepted.inc(finish.n_draft_accepted)
         if finish.n_generated > 1 and finish.decode_s > 0:
             self._token.observe(finish.decode_s / (finish.n_generated - 1))
 

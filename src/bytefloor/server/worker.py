@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from bytefloor.engine.engine import Engine, Load
+from bytefloor.engine.engine import Engine
 from bytefloor.engine.kernels import current
+from bytefloor.engine.pages import Load
 from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, FinishReason, Reading, Request
 from bytefloor.errors import KernelError
 
