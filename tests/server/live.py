@@ -59,6 +59,9 @@ class Scripted:
     def make_loop(self) -> None:
         return None
 
+    def make_batch_loop(self) -> None:
+        return None
+
     def run(self, batch: Batch) -> torch.Tensor:
         self.batches.append(batch)
         self.is_inside.set()
