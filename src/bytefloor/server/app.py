@@ -33,6 +33,9 @@ from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, r
 from bytefloor.server.page import page_routes
 from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
+from bytefloor.server.responses_answers import ResponseAnswer
+from bytefloor.server.responses_bodies import ResponseBody
+from bytefloor.server.responses_chat import ask_response
 from bytefloor.server.sampling import SAMPLING_NAMES
 from bytefloor.server.service import Service
 
@@ -83,6 +86,12 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+def _failed(answer: Told, refusal: Refusal, request: Request) -> bytes:
+    """What a stream ends with that cannot go on."""
+    error = [error_body(refusal, request.scope)]
+    return b"".join(event(each) for each in (answer.failed(refusal) if isinstance(answer, ResponseAnswer) else error))
+
+
 class Endpoints:
     """One method a path."""
 
@@ -98,6 +107,8 @@ class Endpoints:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/messages", self.message, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_message_tokens, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/responses/{rest:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
             Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
@@ -138,6 +149,16 @@ class Endpoints:
 
     def _openai(self, asked: Asked) -> Answer:
         return Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
+
+    async def respond(self, request: Request) -> ASGIApp:
+        """As `chat`, in the words of OpenAI's newer interface."""
+        body = await self._body(request, ResponseBody)
+        asked, repeated = await asyncio.to_thread(ask_response, body, self._served)
+        return await self._respond(request, asked, ResponseAnswer(asked, repeated, self._served.name))
+
+    async def stored_response(self, _: Request) -> ASGIApp:
+        """There is none, whatever its name."""
+        raise Refusal(404, "responses are not stored: one is only in the reply to its request", code="not_stored")
 
     async def embed(self, request: Request) -> ASGIApp:
         """Texts or token ids to a vector each."""
@@ -228,12 +249,12 @@ class Endpoints:
         except Refusal as refusal:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
-            yield event(error_body(refusal, request.scope))
+            yield _failed(answer, refusal, request)
         except Exception as error:
             LOG.error("a stream failed", exc_info=error)
             self._service.metrics.failed(500)
             facts["error"] = f"{type(error).__name__}: {error}"
-            yield event(error_body(failure(error), request.scope))
+            yield _failed(answer, failure(error), request)
         except (asyncio.CancelledError, GeneratorExit):
             facts["gone"] = True
             raise
