@@ -175,7 +175,7 @@ def test_a_client_that_goes_and_a_time_that_is_over_end_the_work(stage: tuple[Li
     running, executor = stage
     executor.pause_s = 0.1
     with pytest.raises(openai.APITimeoutError):
-        running.openai.with_options(timeout=0.5).embeddings.create(model="tiny", input=["a"] * 40)
+        running.openai.with_options(timeout=0.5).embeddings.create(model="tiny", input=["a" * 100] * 40)
     all_free(running)
     assert len(executor.batches) < 18
     reply = running.post(PATH, input=["a"] * 100)

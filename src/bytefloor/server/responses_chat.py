@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from bytefloor.server.asked import Asked, ask_chat
 from bytefloor.server.bodies import ChatBody, FunctionCall, MessageBody, SamplingFields, ToolCallBody, convert
+from bytefloor.server.origins import own_words
 from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.responses_bodies import (
     FunctionTool,
@@ -22,7 +22,6 @@ from bytefloor.server.served import Served
 
 NOT_STORED = "nothing is stored here: send what came before as input items"
 _PARTS: dict[str, type[InputTextPart]] = {"input_text": InputTextPart, "output_text": OutputTextPart}
-_PATH = re.compile(r"[\w.\[\]]+")
 
 
 def ask_response(body: ResponseBody, served: Served) -> tuple[Asked, dict[str, Any]]:
@@ -33,7 +32,7 @@ def ask_response(body: ResponseBody, served: Served) -> tuple[Asked, dict[str, A
     try:
         asked = ask_chat(chat, served)
     except Refusal as refusal:
-        raise conversion.own_words(refusal) from None
+        raise own_words(refusal, conversion.origins) from None
     return asked, _repeated(body, asked)
 
 
@@ -104,7 +103,7 @@ class _Conversion:
     """One body's. Remembers which of its fields each of the chat's came from."""
 
     def __init__(self) -> None:
-        self._origins = {
+        self.origins = {
             "messages": "input",
             "max_completion_tokens": "max_output_tokens",
             "reasoning_effort": "reasoning.effort",
@@ -112,20 +111,6 @@ class _Conversion:
             "response_format.json_schema": "text.format",
         }
         self._messages: list[MessageBody] = []
-
-    def own_words(self, refusal: Refusal) -> Refusal:
-        """The refusal, the field at the beginning of its message by the name that the client gave it."""
-        message = _PATH.sub(lambda found: self._origin(found.group()), refusal.message, count=1)
-        param = None if refusal.param is None else self._origin(refusal.param)
-        return Refusal(refusal.status, message, param, refusal.code)
-
-    def _origin(self, path: str) -> str:
-        """By the longest beginning of it that is known."""
-        known = [name for name in self._origins if path == name or path.startswith((f"{name}.", f"{name}["))]
-        if not known:
-            return path
-        longest = max(known, key=len)
-        return self._origins[longest] + path[len(longest) :]
 
     def chat(self, body: ResponseBody) -> ChatBody:
         """The body as a chat."""
@@ -159,7 +144,7 @@ class _Conversion:
             case "function_call_output":
                 found = convert(item, InputCallOutput, at)
                 output = _text(found.output, f"{at}.output")
-                self._origins[f"messages[{len(self._messages)}].tool_call_id"] = f"{at}.call_id"
+                self.origins[f"messages[{len(self._messages)}].tool_call_id"] = f"{at}.call_id"
                 self._add(MessageBody("tool", output, tool_call_id=found.call_id), at)
             case "reasoning":
                 self._add_thought(convert(item, InputReasoning, at), at)
@@ -199,7 +184,7 @@ class _Conversion:
         return self._messages[-1]
 
     def _add(self, message: MessageBody, at: str) -> None:
-        self._origins[f"messages[{len(self._messages)}]"] = at
+        self.origins[f"messages[{len(self._messages)}]"] = at
         self._messages.append(message)
 
     def _tool(self, tool: Any, at: str) -> dict[str, Any]:
@@ -208,7 +193,7 @@ class _Conversion:
         if isinstance(kind, str) and kind != "function":
             raise bad_field(f"{at}.type", f"{at}.type = {kind!r}: expected 'function', there are no other tools here")
         found = convert(tool, FunctionTool, at)
-        self._origins[f"{at}.function"] = at
+        self.origins[f"{at}.function"] = at
         function = {"name": found.name, "description": found.description, "parameters": found.parameters}
         return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 
