@@ -9,15 +9,19 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from bytefloor.engine.batch import Batch, PageCopy
+from bytefloor.engine.batch_loop import KNOWN
 from bytefloor.engine.cache import NULL_PAGE, CachePlan
+from bytefloor.engine.device_sampler import is_adjusted
 from bytefloor.engine.request import Request
+from bytefloor.engine.row_sampler import Draw
 from bytefloor.engine.sampler import Sampled, Sampler
 from bytefloor.model.step import CacheKind
 
@@ -58,6 +62,9 @@ class TokenPages:
     def make_loop(self) -> OneBehind | None:
         return OneBehind(self) if self.loops else None
 
+    def make_batch_loop(self) -> OneBehindTogether | None:
+        return OneBehindTogether(self) if self.loops else None
+
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V]. All rows are written before any is read, as a layer does it."""
         assert 0 < len(batch.tokens) <= self.plan.chunk
@@ -92,6 +99,51 @@ class TokenPages:
             assert found[:, 1].tolist() == places.tolist()
             seen.append(found[:, 0])
         return logits_of(seen)
+
+
+class OneBehindTogether:
+    """What stands for BatchLoop, likewise. One row in eleven is handed back."""
+
+    def __init__(self, executor: TokenPages) -> None:
+        self._executor = executor
+        self._drawn: list[Sampled] = []
+        self.n_launched = self.n_rows = 0
+
+    def can_serve(self, sampler: Sampler) -> bool:
+        params = sampler.params
+        return not is_adjusted(params) and params.dry_multiplier == 0 and params.mirostat_tau is None
+
+    def launch(self, batch: Batch, draws: Sequence[Draw], sources: Sequence[int]) -> list[Sampled | None]:
+        assert len(batch.tokens) == len(draws) == len(sources) == len(set(batch.sequence))
+        assert batch.wanted == list(range(len(draws)))
+        tokens = [
+            token if source == KNOWN else self._drawn[source].id
+            for token, source in zip(batch.tokens, sources, strict=True)
+        ]
+        logits = self._executor.run(replace(batch, tokens=tokens))
+        self._drawn = [
+            self._sample(draw, row, at) for draw, row, at in zip(draws, logits.numpy(), batch.slots, strict=True)
+        ]
+        self.n_launched += 1
+        return [self._handed_back(sampled) for sampled in self._drawn]
+
+    def sample(
+        self, logits: torch.Tensor, draws: Mapping[int, Draw], positions: Mapping[int, int]
+    ) -> dict[int, Sampled]:
+        rows = {row: self._sample(draw, logits[row].numpy(), positions[row]) for row, draw in draws.items()}
+        return {row: sampled for row, sampled in rows.items() if self._handed_back(sampled) is not None}
+
+    def read(self, step: list[Sampled | None]) -> list[Sampled | None]:
+        return step
+
+    @staticmethod
+    def _sample(draw: Draw, logits: np.ndarray, position: int) -> Sampled:
+        sampler = Sampler(replace(draw.params, seed=int(draw.words[0])), [1], BANNED)
+        return sampler.sample(logits, position)
+
+    def _handed_back(self, sampled: Sampled) -> Sampled | None:
+        self.n_rows += 1
+        return None if self.n_rows % 11 == 0 else sampled
 
 
 class OneBehind:

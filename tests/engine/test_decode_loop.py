@@ -229,6 +229,27 @@ def test_a_thought_is_closed_by_hand_and_the_loop_goes_on(make: Make, launched: 
     assert launched == [*range(len(PROMPT), len(PROMPT) + 12), *range(len(PROMPT) + 14, len(PROMPT) + 39)]
 
 
+def test_thoughts_of_several_are_closed_where_each_is_spent(make: Make) -> None:
+    """Steps of several begin before the last one was read; what was begun for a forced token's place is dropped."""
+    tags = ReasoningTags("<1>", "<9><8><11>", is_anywhere=False)
+    budgets, engine = [0, 3, 7, None], make(n_sequences=4)
+    found: dict[int, list[Delta]] = {}
+    for place, n_most in enumerate(budgets):
+        thinking = Thinking(tags, is_open=True, tokenizer=Numbers(N_TOKENS), n_most=n_most)
+        sampling = GREEDY if place == 1 else SAMPLED
+        request = Request(PROMPT[place:], 16, sampling, ignores_end=True, thinking=thinking)
+        found[engine.add(request)] = []
+    while engine.has_work:
+        for delta in engine.step():
+            found[delta.request_id].append(delta)
+    for n_most, deltas in zip(budgets, found.values(), strict=True):
+        ids = ids_of(deltas)
+        assert len(ids) == 16
+        closed = [at for at in range(14) if ids[at : at + 3] == [9, 8, 11]]
+        assert closed == ([] if n_most is None else [n_most])
+        assert deltas[-1].finish.n_thought == (16 if n_most is None else n_most)
+
+
 @pytest.mark.parametrize("n_steps", [1, 2, 10, 12])
 def test_cancelled_between_steps(make: Make, n_steps: int) -> None:
     """After 10 steps 64 rows are kept, a whole page, and the step ahead has taken the next one."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from bytefloor.engine.ahead import Ahead
 from bytefloor.engine.batch import Batch, PageCopy
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
+from bytefloor.engine.drafting import Drafting, Drafts
 from bytefloor.engine.embedding import EmbeddingState, Rows, add_up, parted
 from bytefloor.engine.executor import Executor
 from bytefloor.engine.pages import Load, Pages
@@ -19,12 +20,9 @@ from bytefloor.engine.request_check import check_request
 from bytefloor.engine.sampler import Sampled, never_sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
-from bytefloor.engine.speculation import LINGER, Speculation, Wish
+from bytefloor.engine.speculation import LINGER, Speculation
 from bytefloor.errors import BytefloorError, CapacityError, NumericalError, RequestError
 from bytefloor.text.tokenizer import Tokenizer
-
-Drafts = dict[SequenceState, list[int]]
-"""Of each sequence that has some: tokens that may follow its last one. They are computed with it, and kept if right."""
 
 
 class Engine:
@@ -48,6 +46,7 @@ class Engine:
         plan = executor.plan
         self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(plan.n_sequences, plan.chunk)
         self._speculation = speculation or Speculation(1)
+        self._drafting = Drafting(self._speculation, self._scheduler, self._pages, self.capacity)
         self._n_requests = 0
         self._loop = executor.make_loop()
         self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity, self._chooses_freely)
@@ -119,7 +118,7 @@ class Engine:
             return []
         if texts:
             return self._step_with_texts(whole)
-        drafts = self._draft(planned)
+        drafts = self._drafting.propose(planned, self._looping is not None)
         if not drafts and self._ahead.can_serve(planned):
             self._leave_loop()
             if self._launch_together(planned):
@@ -134,7 +133,7 @@ class Engine:
         rows, _ = parted(settled)
         if not rows:
             return deltas
-        drafts = self._settle_drafts(drafts, rows, copies)
+        drafts = self._drafting.settle(drafts, rows, copies)
         # Where the loop is the plain way, its steps are what plain steps cost; none counts that waits for another.
         is_typical = all(sequence.is_decoding for sequence, _ in rows) and not was_looping
         is_typical &= bool(drafts) or len(rows) > 1 or not self._has_loop(rows[0][0])
@@ -204,35 +203,6 @@ class Engine:
         if cache is not None:
             sequence.start(cache)
         return cache is not None
-
-    def _draft(self, planned: list[tuple[SequenceState, int]]) -> Drafts:
-        """Tokens that may come next, of sequences where it pays to compute them along.
-
-        None beside a prompt, whose rows take time of their own where those of decoding wait for weights.
-        """
-        speculation = self._speculation
-        if not speculation.is_on or not all(sequence.is_decoding for sequence, _ in planned):
-            return {}
-        n_room = self._scheduler.n_spare(planned)
-        n_most = min(speculation.most_rows - 1, n_room)
-        proposed = {sequence: sequence.propose(n_most, self.capacity) for sequence, _ in planned}
-        found = {sequence: draft for sequence, draft in proposed.items() if draft}
-        wishes = [Wish(sequence.drafting, len(sequence.ids), len(draft)) for sequence, draft in found.items()]
-        chosen = speculation.choose(wishes, len(planned), n_room, int(self._looping is not None))
-        drafts = {sequence: found[sequence][:n] for sequence, n in zip(found, chosen, strict=True) if n}
-        for sequence, _ in planned:
-            sequence.drafting.n_since = 0 if sequence in drafts else sequence.drafting.n_since + 1
-        return drafts
-
-    def _settle_drafts(self, drafts: Drafts, rows: list[tuple[SequenceState, int]], copies: list[PageCopy]) -> Drafts:
-        """Those for which there are pages beside all rows of the step; adds the copies that they take."""
-        settled: Drafts = {}
-        for sequence, _ in rows:
-            if sequence in drafts:
-                n, more = self._pages.reserve_spare(sequence.cache, 1, len(drafts[sequence]))
-                copies.extend(more)
-                settled |= {sequence: drafts[sequence][:n]} if n else {}
-        return settled
 
     def _note(self, n_sequences: int, n_drafts: int, started: float) -> None:
         self._speculation.note(n_sequences, n_drafts, self._speculation.now() - started)
