@@ -153,14 +153,17 @@ def test_kernels_are_loaded_once_and_before_the_weights(twins: TwinDevice, monke
 # --- and what is really taken
 
 
-def run_to_the_end(executor: DeviceExecutor | ReferenceExecutor, n: int, chunk: int, wants: bool = True) -> None:
-    """Chunks up to the end of the cache, the last of them whole. wants: logits of the last row of each."""
+def run_to_the_end(
+    executor: DeviceExecutor | ReferenceExecutor, n: int, chunk: int, wants: bool = True, sums: bool = False
+) -> None:
+    """Chunks up to the end of the cache, the last of them whole. wants: logits of the last row of each. sums: of what
+    the head gets, in place of logits."""
     cache = SequenceCache(executor.plan, executor.step.kinds, make_pools(executor.plan, executor.step.kinds))
     for start in range(0, n, chunk):
         batch = Batch()
         rows = list(range(5, 5 + min(chunk, n - start)))
         cache.append_rows(batch, rows, [len(rows) - 1] if wants else [])
-        executor.run(batch)
+        executor.sum_hidden(batch) if sums else executor.run(batch)
         cache.commit(len(rows))
 
 
@@ -178,8 +181,9 @@ def planned_scratch(step: Step, plan: CachePlan) -> tuple[int, int, int]:
 def test_a_prompt_on_the_device_takes_what_was_planned(
     twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, name: str, n: int, chunk: int, n_sequences: int
 ) -> None:
-    """Beside its buffers, which the next test counts. No more than planned with and without wanted rows, and no less
-    than half of it with whichever is larger: the head of a row, or per-layer inputs.
+    """Beside its buffers, which the next test counts. No more than planned with and without wanted rows and where what
+    the head gets is summed, and no less than half of it with whichever is largest: the head of a row, per-layer
+    inputs, or rows unpacked for their sum.
 
     Where each of many sequences may want a row, all of them do.
     """
@@ -189,10 +193,10 @@ def test_a_prompt_on_the_device_takes_what_was_planned(
     # A twin computes in memory of its own; a kernel has none but its buffers.
     monkeypatch.setattr(TwinKernel, "launch", lambda self, stream, grid, arguments: None)
     planned, most = executor._prompts._planner.running_bytes(), []
-    for wants in (False, True):
+    for wants, sums in ((False, False), (True, False), (False, True)):
         with LiveBytes() as live:
-            if n_sequences == 1:
-                run_to_the_end(executor, n, chunk, wants)
+            if n_sequences == 1 or sums:
+                run_to_the_end(executor, n, chunk, wants, sums)
             else:
                 run_rows_of_all(executor, n_sequences, wants)
         most.append(live.most)

@@ -13,9 +13,10 @@ from bytefloor.engine.decode_loop import capture
 from bytefloor.engine.device import DeviceExecutor, device_architecture
 from bytefloor.engine.device_cuts import highest
 from bytefloor.engine.device_highest import DeviceHighest, highest_specs
-from bytefloor.engine.engine import Engine, never_sampled
+from bytefloor.engine.engine import Engine
 from bytefloor.engine.kernels import load_kernels
 from bytefloor.engine.request import Delta, Request
+from bytefloor.engine.sampler import never_sampled
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.model.config import Rounding

@@ -9,6 +9,7 @@ import pytest
 
 from bytefloor.engine.loading import EngineOptions, Opened, open_engine
 from server.live import Live, Scripted, chatty, live, scripted
+from text.small_chats import QWEN3_TEMPLATE
 from tools.test_conversation import TEMPLATE
 
 
@@ -35,6 +36,21 @@ def server(directory: Path) -> Iterator[Live]:
 def stage(opened: Opened) -> Iterator[tuple[Live, Scripted]]:
     """A server with an executor that follows a script, two at once."""
     engine, executor = scripted(opened)
+    with live(engine) as running:
+        yield running, executor
+        executor.gate.set()
+
+
+@pytest.fixture(scope="package")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A template with tools and thoughts."""
+    return chatty(tmp_path_factory.mktemp("qwen"), "qwen3", QWEN3_TEMPLATE)
+
+
+@pytest.fixture
+def caller(qwen: Path) -> Iterator[tuple[Live, Scripted]]:
+    """The same as `stage`, with that template."""
+    engine, executor = scripted(open_engine(qwen, EngineOptions(context=64)), capacity=2048)
     with live(engine) as running:
         yield running, executor
         executor.gate.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class Batch:
     wanted: list[int] = field(default_factory=list)
     tables: dict[str, list[list[int]]] = field(default_factory=dict)
     copies: list[PageCopy] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(first row, rows) of each sequence, in order."""
+        found: list[tuple[int, int]] = []
+        for _, rows in groupby(self.sequence):
+            first = sum(found[-1]) if found else 0
+            found.append((first, sum(1 for _ in rows)))
+        return found
 
 
 def part_of(batch: Batch, rows: Sequence[int]) -> Batch:

@@ -258,6 +258,18 @@ class DeviceExecutor:
             self._stream.synchronize()
         return logits
 
+    @torch.inference_mode()
+    def sum_hidden(self, batch: Batch) -> Tensor:
+        """Float64 [B, D]: of each sequence the sum over its rows of what the head would get, in bf16.
+
+        Always by the road of many rows: decoding keeps what its head gets in blocks, and nowhere else.
+        """
+        with torch.cuda.stream(self._stream):
+            self._prepare(batch)
+            sums = self._prompts.sum_hidden(batch)
+        self._stream.synchronize()
+        return sums
+
     def _run_sequences(self, batch: Batch, is_eager: bool) -> Tensor:
         """The same of several sequences."""
         found: dict[int, Tensor] = {}

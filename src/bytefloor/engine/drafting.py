@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bytefloor.engine.batch import PageCopy
+from bytefloor.engine.embedding import EmbeddingState
 from bytefloor.engine.pages import Pages
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
@@ -16,7 +17,11 @@ class Drafting:
     """capacity: positions a sequence may have."""
 
     def __init__(
-        self, speculation: Speculation, scheduler: Scheduler[SequenceState], pages: Pages, capacity: int
+        self,
+        speculation: Speculation,
+        scheduler: Scheduler[SequenceState | EmbeddingState],
+        pages: Pages,
+        capacity: int,
     ) -> None:
         self._speculation, self._scheduler, self._pages, self._capacity = speculation, scheduler, pages, capacity
 

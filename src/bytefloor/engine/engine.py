@@ -3,71 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from bytefloor.engine.ahead import Ahead
 from bytefloor.engine.batch import Batch, PageCopy
-from bytefloor.engine.batch_loop import BatchLoop
-from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import N_AHEAD, DecodeLoop
 from bytefloor.engine.drafting import Drafting, Drafts
-from bytefloor.engine.pages import Pages, PageUse
-from bytefloor.engine.request import Delta, Finish, Reading, Request
-from bytefloor.engine.sampler import Sampled
+from bytefloor.engine.embedding import EmbeddingState, Rows, add_up, parted
+from bytefloor.engine.executor import Executor
+from bytefloor.engine.pages import Load, Pages
+from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, Reading, Request
+from bytefloor.engine.request_check import check_request
+from bytefloor.engine.sampler import Sampled, never_sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
 from bytefloor.engine.speculation import LINGER, Speculation
 from bytefloor.errors import BytefloorError, CapacityError, NumericalError, RequestError
-from bytefloor.model.step import Step
 from bytefloor.text.tokenizer import Tokenizer
-
-
-class Executor(Protocol):
-    """What the engine needs of whoever computes."""
-
-    step: Step
-    plan: CachePlan
-    device: torch.device
-
-    @property
-    def most_draft_rows(self) -> int:
-        """Rows that a step may have of a sequence that decodes, drafts among them, all wanted; 1 for no drafts."""
-        ...
-
-    def run(self, batch: Batch) -> Tensor: ...
-
-    def make_loop(self) -> DecodeLoop | None:
-        """What decodes one sequence without the host in between; None where nothing can."""
-        ...
-
-    def make_batch_loop(self) -> BatchLoop | None:
-        """The same of several."""
-        ...
-
-
-def never_sampled(tokenizer: Tokenizer, vocabulary_size: int) -> frozenset[int]:
-    """Suppressed tokens, and rows of the table beyond the last token, which nobody could read."""
-    return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
-
-
-@dataclass(frozen=True)
-class Load:
-    """How busy an engine is. n_preempted: how often, since it began, a sequence had to give its pages to an older one.
-
-    pages: of each cache kind.
-    """
-
-    n_running: int
-    n_waiting: int
-    n_preempted: int
-    pages: dict[str, PageUse]
 
 
 class Engine:
@@ -81,18 +36,15 @@ class Engine:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        tokenizer: Tokenizer,
-        vocabulary_size: int,
-        speculation: Speculation | None = None,
+        self, executor: Executor, tokenizer: Tokenizer, vocabulary_size: int, speculation: Speculation | None = None
     ) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
         self.vocabulary_size = vocabulary_size
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._pages = Pages(executor.plan, executor.step.kinds)
-        self._scheduler: Scheduler[SequenceState] = Scheduler(executor.plan.n_sequences, executor.plan.chunk)
+        plan = executor.plan
+        self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(plan.n_sequences, plan.chunk)
         self._speculation = speculation or Speculation(1)
         self._drafting = Drafting(self._speculation, self._scheduler, self._pages, self.capacity)
         self._n_requests = 0
@@ -107,32 +59,19 @@ class Engine:
         """Positions a sequence may have, prompt and answer together."""
         return self.executor.plan.capacity
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request | EmbeddingRequest) -> int:
         """Queue a request; returns its id. RequestError when it cannot be served as asked."""
         self.check(request)
         self._n_requests += 1
-        self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
+        if isinstance(request, EmbeddingRequest):
+            self._scheduler.add(EmbeddingState(self._n_requests, request))
+        else:
+            self._scheduler.add(SequenceState(self._n_requests, request, self.tokenizer, self.banned_ids))
         return self._n_requests
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request | EmbeddingRequest) -> None:
         """RequestError when it cannot be served as asked. Reads only what never changes: any thread may ask."""
-        n_prompt = len(request.prompt_ids)
-        if n_prompt == 0:
-            raise RequestError("the prompt is empty: at least one token is needed")
-        if n_prompt >= self.capacity:
-            raise RequestError(
-                f"the prompt has {n_prompt} tokens, the context holds {self.capacity}, of which one must be left "
-                "for the answer; shorten the prompt or raise -c"
-            )
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 1")
-        if request.grammar is not None and request.ignores_end:
-            raise RequestError("a grammar and ignores_end exclude each other: a grammar says where the answer ends")
-        if request.grammar is not None and request.grammar.tokenizer is not self.tokenizer:
-            raise RequestError("the grammar was compiled for another tokenizer")
-        for token in request.prompt_ids:
-            if not 0 <= token < self.vocabulary_size:
-                raise RequestError(f"prompt token {token} is outside the vocabulary of {self.vocabulary_size}")
+        check_request(request, self.capacity, self.vocabulary_size, self.tokenizer)
 
     def drop_running(self) -> set[int]:
         """After a step that raised: forget all that took part, since nobody knows how far it came.
@@ -171,11 +110,14 @@ class Engine:
     def step(self) -> list[Delta]:
         """One step of the model, and what it gave each request that took part."""
         self._scheduler.admit(self._begin)
-        planned = self._scheduler.plan()
+        whole = self._scheduler.plan()
+        planned, texts = parted(whole)
         if self._ahead.is_under_way:
-            return self._step_together(planned)
-        if not planned:
+            return self._step_together([] if texts else planned)
+        if not whole:
             return []
+        if texts:
+            return self._step_with_texts(whole)
         drafts = self._drafting.propose(planned, self._looping is not None)
         if not drafts and self._ahead.can_serve(planned):
             self._leave_loop()
@@ -187,18 +129,18 @@ class Engine:
                 return [delta]
         was_looping = self._looping is not None
         self._leave_loop()
-        settled = self._pages.settle(planned, self._scheduler)
-        deltas = [self._fail(sequence, error) for sequence, error in settled.lacking]
-        if not settled.rows:
+        settled, copies, deltas = self._settle(planned)
+        rows, _ = parted(settled)
+        if not rows:
             return deltas
-        drafts = self._drafting.settle(drafts, settled.rows, settled.copies)
+        drafts = self._drafting.settle(drafts, rows, copies)
         # Where the loop is the plain way, its steps are what plain steps cost; none counts that waits for another.
-        is_typical = all(sequence.is_decoding for sequence, _ in settled.rows) and not was_looping
-        is_typical &= bool(drafts) or len(settled.rows) > 1 or not self._has_loop(settled.rows[0][0])
+        is_typical = all(sequence.is_decoding for sequence, _ in rows) and not was_looping
+        is_typical &= bool(drafts) or len(rows) > 1 or not self._has_loop(rows[0][0])
         started = self._speculation.now()
-        deltas += self._run(settled.rows, settled.copies, drafts)
+        deltas += self._run(rows, copies, drafts)
         if is_typical:
-            self._note(len(settled.rows), sum(map(len, drafts.values())), started)
+            self._note(len(rows), sum(map(len, drafts.values())), started)
         return deltas
 
     def _step_together(self, planned: list[tuple[SequenceState, int]]) -> list[Delta]:
@@ -240,9 +182,24 @@ class Engine:
         """Whether it decodes, and its parameters alone say what a device makes of logits."""
         return sequence.is_decoding and sequence.has_free_choice and not sequence.is_handed_back
 
-    def _begin(self, sequence: SequenceState) -> bool:
+    def _settle(self, planned: Rows) -> tuple[Rows, list[PageCopy], list[Delta]]:
+        """Rows whose pages are there, what is to be copied first, and who had to be ended."""
+        settled = self._pages.settle(planned, self._scheduler)
+        return settled.rows, settled.copies, [self._fail(sequence, error) for sequence, error in settled.lacking]
+
+    def _step_with_texts(self, planned: Rows) -> list[Delta]:
+        """A plain step of answers, without drafts, and of texts to be embedded, which have a pass of their own."""
+        self._leave_loop()
+        rows, copies, deltas = self._settle(planned)
+        answers, texts = parted(rows)
+        # Copies come first, and with answers: what is embedded shares no page.
+        deltas += self._run(answers, copies, {}) if answers else []
+        return deltas + (self._embed(texts) if texts else [])
+
+    def _begin(self, sequence: SequenceState | EmbeddingState) -> bool:
         """Whether there are pages for a sequence beside those that run; then it has begun."""
-        cache = self._pages.begin(sequence.ids, self._scheduler.running)
+        is_new = isinstance(sequence, EmbeddingState)
+        cache = self._pages.begin(sequence.ids, self._scheduler.running, is_new=is_new)
         if cache is not None:
             sequence.start(cache)
         return cache is not None
@@ -282,6 +239,20 @@ class Engine:
                 deltas.append(self._take(sequence, sampled))
                 continue
             deltas += self._postprocess(sequence, logits[end - 1 - len(draft) : end].float().cpu().numpy(), draft)
+        return deltas
+
+    def _embed(self, rows: list[tuple[EmbeddingState, int]]) -> list[Delta]:
+        """Add up rows whose pages are there; pages of a text that is whole come back at once."""
+        try:
+            add_up(rows, self.executor.sum_hidden)
+        except BaseException:
+            for text, _ in rows:
+                self._drop(text)
+            raise
+        whole = [text for text, _ in rows if not text.n_pending]
+        deltas = [text.last() for text in whole]
+        for text in whole:
+            self._drop(text)
         return deltas
 
     def reading(self, request_id: int) -> Reading | None:
@@ -403,7 +374,7 @@ class Engine:
             sequence.cache.rewind(sequence.cache.length)
         return deltas
 
-    def _fail(self, sequence: SequenceState, error: BytefloorError) -> Delta:
+    def _fail(self, sequence: SequenceState | EmbeddingState, error: BytefloorError) -> Delta:
         self._drop(sequence)
         return Delta(sequence.request_id, "", None, sequence.finish("error", str(error)))
 
@@ -420,13 +391,14 @@ class Engine:
             self._pages.prefixes.put(computed, sequence.cache)
         return delta
 
-    def _remove(self, sequence: SequenceState) -> None:
+    def _remove(self, sequence: SequenceState | EmbeddingState) -> None:
         if sequence is self._looping:
             self._leave_loop()
-        self._ahead.forget(sequence)
+        if isinstance(sequence, SequenceState):
+            self._ahead.forget(sequence)
         self._scheduler.remove(sequence)
 
-    def _drop(self, sequence: SequenceState) -> None:
+    def _drop(self, sequence: SequenceState | EmbeddingState) -> None:
         self._remove(sequence)
         if sequence.has_started:
             sequence.cache.free()
@@ -436,6 +408,9 @@ class Engine:
         for sequence in (*self._scheduler.running, *self._scheduler.waiting):
             if sequence.request_id == request_id:
                 finish = sequence.finish("cancelled", "cancelled")
+                if isinstance(sequence, EmbeddingState):
+                    self._drop(sequence)
+                    return finish
                 self._remove(sequence)
                 if sequence.has_started:
                     self._pages.prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)

@@ -9,11 +9,13 @@ import torch
 
 from bytefloor.engine.cache import Room
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.engine import Engine, Executor, never_sampled
+from bytefloor.engine.engine import Engine
+from bytefloor.engine.executor import Executor
 from bytefloor.engine.launches import STORAGES
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Progress
 from bytefloor.engine.reference import Precision, ReferenceExecutor
+from bytefloor.engine.sampler import never_sampled
 from bytefloor.engine.speculation import Speculation
 from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint

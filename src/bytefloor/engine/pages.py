@@ -41,6 +41,19 @@ class PageUse:
 
 
 @dataclass(frozen=True)
+class Load:
+    """How busy an engine is. n_preempted: how often, since it began, a sequence had to give its pages to an older one.
+
+    pages: of each cache kind.
+    """
+
+    n_running: int
+    n_waiting: int
+    n_preempted: int
+    pages: dict[str, PageUse]
+
+
+@dataclass(frozen=True)
 class Settled(Generic[H]):
     """A step's rows whose pages are there.
 
@@ -65,13 +78,15 @@ class Pages:
         """Pages of each cache kind, the null page left out."""
         return {name: PageUse(pool.n_pages - 1, pool.n_free, pool.n_idle) for name, pool in self.pools.items()}
 
-    def begin(self, ids: Sequence[int], running: Sequence[Holder]) -> SequenceCache | None:
-        """A cache for a sequence of these tokens that holds the longest stored prefix; None where pages are short.
+    def begin(self, ids: Sequence[int], running: Sequence[Holder], *, is_new: bool = False) -> SequenceCache | None:
+        """A cache for a sequence of these tokens that holds the longest stored prefix, or nothing where it is to be
+        new; None where pages are short.
 
         Free and idle pages must do for all of its tokens, for what the others still have to read, and for one page
         more for each of them. Nothing is taken yet, and prefixes give way only once it is. Alone it may always begin.
         """
-        cache = self.prefixes.find(ids) or SequenceCache(self._plan, self._kinds, self.pools)
+        found = None if is_new else self.prefixes.find(ids)
+        cache = found or SequenceCache(self._plan, self._kinds, self.pools)
         if not running or all(self._has_room(kind, cache, len(ids), running) for kind in self._kinds):
             return cache
         cache.free()

@@ -6,6 +6,7 @@ flash attention over the pages. The host only starts kernels, which it has plann
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -20,10 +21,11 @@ from bytefloor.engine.decode_loop import capture
 from bytefloor.engine.kernels import Kernel, KernelSpec
 from bytefloor.engine.plan_rows import Item, attention_items
 from bytefloor.engine.planner import Launch
-from bytefloor.engine.row_planner import Planes, RowPlanner, RowStep, Walk
+from bytefloor.engine.row_planner import SUMMED_ROWS, Planes, RowPlanner, RowStep, Walk
 from bytefloor.engine.row_products import pad_rows
 from bytefloor.errors import CapacityError
 from bytefloor.model.fuse import FusedLogits
+from bytefloor.ops.row_tiles import ROWS, from_row_tiles, pitch_of, tiles_shape
 
 PADDING_SEQUENCE = -1
 """Of a row that is nobody's: it writes to no page."""
@@ -57,6 +59,27 @@ class PromptRunner:
 
     def run(self, batch: Batch) -> Tensor:
         """Logits float32 [R, V] of the wanted rows; nobody waits for them. CapacityError for more rows than may be."""
+        return self._head(self._run_trunk(batch), len(batch.wanted))
+
+    def sum_hidden(self, batch: Batch) -> Tensor:
+        """Float64 [B, D]: of each sequence the sum over its rows of what the head would get, in bf16. As ``run``."""
+        walk = self._run_trunk(batch)
+        norm, tiles = walk.final_norm()
+        for start in self._prepare([norm]):
+            start()
+        shape = tiles_shape(walk.width, walk.pitch)
+        atoms = tiles[: math.prod(shape)].view(shape)
+        spans = batch.spans
+        sums = torch.zeros(len(spans), walk.width, dtype=torch.float64, device=self._device)
+        for begin in range(0, len(batch.tokens), SUMMED_ROWS):
+            end = min(begin + SUMMED_ROWS, len(batch.tokens))
+            values = from_row_tiles(atoms[:, begin // ROWS : pitch_of(end) // ROWS], end - begin, walk.width)
+            for total, (first, n) in zip(sums, spans, strict=True):
+                total += values[max(first - begin, 0) : max(first + n - begin, 0)].sum(0, dtype=torch.float64)
+        return sums
+
+    def _run_trunk(self, batch: Batch) -> Walk:
+        """All but the head."""
         n = len(batch.tokens)
         if n > self.most_rows:
             raise CapacityError(f"{n} rows at once: there is room for chunks of {self.most_rows}")
@@ -65,7 +88,7 @@ class PromptRunner:
         walk, trunk = self._trunk(pitch)
         for start in trunk:
             start()
-        return self._head(walk, len(batch.wanted))
+        return walk
 
     def decode(self, batch: Batch, tokens: Tensor | None) -> Tensor:
         """The same of a row of each sequence, all wanted, by a graph: in place until the next call of this.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -199,6 +199,16 @@ class ReferenceExecutor:
     @torch.inference_mode()
     def run(self, batch: Batch, observe: Observer | None = None) -> Tensor:
         """Logits [R, V] in the compute dtype. observe: sees every call's output as it is made."""
+        return self._walk(batch, self.step.logits, observe)
+
+    @torch.inference_mode()
+    def sum_hidden(self, batch: Batch) -> Tensor:
+        """Float64 [B, D]: of each sequence the sum over its rows of what the head would get, see ``Step.hidden``."""
+        hidden = self._walk(replace(batch, wanted=list(range(len(batch.tokens)))), self.step.hidden)
+        return torch.stack([hidden[first : first + n].sum(0, dtype=torch.float64) for first, n in batch.spans])
+
+    def _walk(self, batch: Batch, goal: Buffer, observe: Observer | None = None) -> Tensor:
+        """The value of a buffer; calls behind the one that makes it are not run."""
         for copy in batch.copies:
             self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
         values = self._inputs(batch)
@@ -208,9 +218,11 @@ class ReferenceExecutor:
                 values[call.output.id] = result
                 if observe is not None:
                     observe(call, result)
+                if call.output is goal:
+                    break
             for buffer_id in ends:
                 values.pop(buffer_id, None)
-        return values[self.step.logits.id]
+        return values[goal.id]
 
     def _inputs(self, batch: Batch) -> dict[int, Tensor]:
         values = {

@@ -38,6 +38,13 @@ class Request:
 
 
 @dataclass(frozen=True)
+class EmbeddingRequest:
+    """One text that is wanted as a vector: the mean over its positions of what the model's head gets, made one long."""
+
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Finish:
     """How an answer ended and what it took.
 
@@ -85,9 +92,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Delta:
-    """A token of one request's answer and the text it adds; a step may give several. All texts join to the answer."""
+    """A token of one request's answer and the text it adds; a step may give several. All texts join to the answer.
+
+    embedding: with the finish of an EmbeddingRequest, D numbers.
+    """
 
     request_id: int
     text: str
     sampled: Sampled | None
     finish: Finish | None = None
+    embedding: tuple[float, ...] | None = None

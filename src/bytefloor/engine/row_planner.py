@@ -37,6 +37,10 @@ CAP_TERMS = 2
 """Of wanted rows of logits, while a soft cap is computed."""
 PER_LAYER_COPIES = 5
 """Of the per-layer inputs: the terms of a norm and a sum."""
+SUMMED_ROWS = 256
+"""Whose hidden values are unpacked at a time, a multiple of an atom's rows."""
+SUM_COPIES = 3
+"""Of those rows in float32: two of half the size while they are put in order, the values, and them once more."""
 BLOCKS_A_MULTIPROCESSOR = 8
 
 RowStep = Launch | Callable[[], None]
@@ -162,7 +166,8 @@ class RowPlanner:
         splits = [product.splits(pitch, self.card) for pitch in pitches]
         planes = max((n + min(n - 1, SUMS)) * pitch for n, pitch in zip(splits, pitches, strict=True))
         logits = (planes + CAP_TERMS * self.plan.n_sequences) * self.n_vocabulary * 4
-        return max(logits, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
+        sums = SUM_COPIES * min(SUMMED_ROWS, self.paddings[-1]) * matrix(head.products[0]).shape[1] * 4
+        return max(logits, sums, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
 
     def decoding_bytes(self) -> int:
         """What graphs of a row a sequence hold for good, one for each padding: their logits; and, shared, the most that
@@ -242,8 +247,7 @@ class Walk:
 
     def head(self, n_wanted: int, is_real: bool = True) -> Head:
         """For a padded number of wanted rows, whose planes are made here if they are to be real."""
-        fused = self.p.fused[-2]
-        assert isinstance(fused, FusedProduct)
+        fused = self._last_product
         norm, tiles = self._norm(fused, self.p.inputs.view("wanted"), n_wanted)
         product = self.p.product(fused)
         splits = product.splits(n_wanted, self.p.card)
@@ -251,6 +255,16 @@ class Walk:
         out = torch.empty(n_values, dtype=torch.float32, device=self.p.device)
         launch, planes = self._multiply(fused, product, tiles, n_wanted, splits, out)
         return Head((norm, launch), planes)
+
+    def final_norm(self) -> tuple[Launch, Tensor]:
+        """What the head would get of all rows: row tiles of ``width`` columns, in the buffer of every other norm's."""
+        return self._norm(self._last_product, None, self.pitch)
+
+    @property
+    def _last_product(self) -> FusedProduct:
+        fused = self.p.fused[-2]
+        assert isinstance(fused, FusedProduct)
+        return fused
 
     def _embed(self, call: OpCall, out: Tensor) -> Launch:
         """Rows of a table, times a constant."""

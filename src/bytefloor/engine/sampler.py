@@ -16,6 +16,7 @@ import numpy.typing as npt
 from bytefloor.engine.penalties import Floats, Ids, Penalties
 from bytefloor.engine.sampling_params import BAN_AT, SamplingParams, make_seed
 from bytefloor.errors import NumericalError, RequestError, ShapeError
+from bytefloor.text.tokenizer import Tokenizer
 
 Cut = Callable[[Floats], Ids]
 
@@ -32,6 +33,11 @@ class Sampled:
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+def never_sampled(tokenizer: Tokenizer, vocabulary_size: int) -> frozenset[int]:
+    """Suppressed tokens, and rows of the table beyond the last token, which nobody could read."""
+    return tokenizer.suppressed_ids | frozenset(range(tokenizer.n_tokens, vocabulary_size))
 
 
 class Sampler:

@@ -31,11 +31,11 @@ def build_step(c: ModelConfig, w: ModelWeights, rounding: Rounding) -> Step:
             x = s.scale(x, weight=lw.scalar)
     s.part = "head"
     x = s.gather_rows(x, s.inputs["wanted"])
-    x = s.round_to(s.rms_norm(x, w.final_norm, c.eps), rounding.activations)
-    logits = s.linear(x, w.head)
+    hidden = s.rms_norm(x, w.final_norm, c.eps)
+    logits = s.linear(s.round_to(hidden, rounding.activations), w.head)
     if c.logit_soft_cap is not None:
         logits = s.soft_cap(logits, c.logit_soft_cap)
-    return s.finish(logits)
+    return s.finish(hidden, logits)
 
 
 def attention_block(

@@ -118,11 +118,15 @@ class OpCall:
 
 @dataclass(frozen=True)
 class Step:
-    """The finished list. Everything else in the project is a walk over ``calls``."""
+    """The finished list. Everything else in the project is a walk over ``calls``.
+
+    hidden: [R, D], the last layer's output behind the final norm, of which the head makes logits.
+    """
 
     calls: tuple[OpCall, ...]
     inputs: Mapping[str, Buffer]
     tables: Mapping[str, Buffer]
+    hidden: Buffer
     logits: Buffer
     kinds: tuple[CacheKind, ...]
     n_cache_layers: Mapping[str, int]
@@ -244,6 +248,6 @@ class StepBuilder:
         """Another shape for each row; the first axis stays."""
         return self._append(ops.view.OP, {"x": x}, {"shape": row_shape}, shape=(x.shape[0], *row_shape))
 
-    def finish(self, logits: Buffer) -> Step:
+    def finish(self, hidden: Buffer, logits: Buffer) -> Step:
         """Close the list."""
-        return Step(tuple(self.calls), self.inputs, self.tables, logits, self.kinds, self.n_cache_layers)
+        return Step(tuple(self.calls), self.inputs, self.tables, hidden, logits, self.kinds, self.n_cache_layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from bytefloor.server.anthropic_bodies import (
 )
 from bytefloor.server.asked import Asked, ask_chat, chat_prompt
 from bytefloor.server.bodies import Body, ChatBody, FunctionCall, MessageBody, ToolCallBody, convert
+from bytefloor.server.origins import own_words
 from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.served import Served
 
@@ -30,7 +30,6 @@ _BLOCKS: dict[str, dict[str, type[Body]]] = {
     "assistant": {**_TEXT, "thinking": ThinkingBlock, "tool_use": ToolUseBlock},
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_PATH = re.compile(r"[\w.\[\]]+")
 
 
 def ask_messages(body: MessagesBody, served: Served) -> Asked:
@@ -50,31 +49,17 @@ def _translated(body: CountBody, ask: Callable[[ChatBody], T]) -> T:
     try:
         return ask(chat)
     except Refusal as refusal:
-        raise conversion.own_words(refusal) from None
+        raise own_words(refusal, conversion.origins) from None
 
 
 class _Conversion:
     """One body's. Remembers which of its fields each of the chat's came from."""
 
     def __init__(self) -> None:
-        self._origins = {"stop": "stop_sequences", "response_format": "output_config.format"}
-        self._origins["thinking_budget"] = "thinking.budget_tokens"
-        self._origins["response_format.json_schema.schema"] = "output_config.format.schema"
+        self.origins = {"stop": "stop_sequences", "response_format": "output_config.format"}
+        self.origins["thinking_budget"] = "thinking.budget_tokens"
+        self.origins["response_format.json_schema.schema"] = "output_config.format.schema"
         self._messages: list[MessageBody] = []
-
-    def own_words(self, refusal: Refusal) -> Refusal:
-        """The refusal, the field at the beginning of its message by the name that the client gave it."""
-        message = _PATH.sub(lambda found: self._origin(found.group()), refusal.message, count=1)
-        param = None if refusal.param is None else self._origin(refusal.param)
-        return Refusal(refusal.status, message, param, refusal.code)
-
-    def _origin(self, path: str) -> str:
-        parts = path.split(".")
-        for n in range(len(parts), 0, -1):
-            found = self._origins.get(".".join(parts[:n]))
-            if found is not None:
-                return ".".join([found, *parts[n:]])
-        return path
 
     def chat(self, body: CountBody) -> ChatBody:
         """The body as a chat."""
@@ -112,7 +97,7 @@ class _Conversion:
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def _add(self, message: MessageBody, at: str) -> None:
-        self._origins[f"messages[{len(self._messages)}]"] = at
+        self.origins[f"messages[{len(self._messages)}]"] = at
         self._messages.append(message)
 
     def _add_system(self, content: str | list[Any], at: str) -> None:
@@ -129,7 +114,7 @@ class _Conversion:
             assert isinstance(block, ToolResultBlock)
             if texts:
                 raise bad_field(path, f"{path}: a tool_result comes after text, expected all of them before it")
-            self._origins[f"messages[{len(self._messages)}].tool_call_id"] = f"{path}.tool_use_id"
+            self.origins[f"messages[{len(self._messages)}].tool_call_id"] = f"{path}.tool_use_id"
             self._add(MessageBody("tool", _result(block, path), tool_call_id=block.tool_use_id), path)
             has_results = True
         if has_results and not texts:
@@ -146,7 +131,7 @@ class _Conversion:
         if message is None:
             message = MessageBody("assistant", "", tool_calls=[])
             self._add(message, at)
-            self._origins[f"messages[{len(self._messages) - 1}].tool_calls"] = f"{at}.content"
+            self.origins[f"messages[{len(self._messages) - 1}].tool_calls"] = f"{at}.content"
         calls = message.tool_calls
         assert calls is not None
         for path, block in _blocks(content, "assistant", f"{at}.content"):
@@ -157,8 +142,8 @@ class _Conversion:
                     message.reasoning_content = _joined(message.reasoning_content, thought)
                 case ToolUseBlock(id=id, name=name, input=arguments):
                     call = f"messages[{len(self._messages) - 1}].tool_calls[{len(calls)}].function"
-                    self._origins[f"{call}.name"] = f"{path}.name"
-                    self._origins[f"{call}.arguments"] = f"{path}.input"
+                    self.origins[f"{call}.name"] = f"{path}.name"
+                    self.origins[f"{call}.arguments"] = f"{path}.input"
                     calls.append(ToolCallBody(FunctionCall(name, arguments), id))
 
     def _last(self, role: str) -> MessageBody | None:
@@ -184,8 +169,8 @@ class _Conversion:
         if not isinstance(tool.input_schema, dict):
             found = type(tool.input_schema).__name__
             raise bad_field(f"{at}.input_schema", f"{at}.input_schema: expected a JSON schema, found {found}")
-        self._origins[f"{at}.function"] = at
-        self._origins[f"{at}.function.parameters"] = f"{at}.input_schema"
+        self.origins[f"{at}.function"] = at
+        self.origins[f"{at}.function.parameters"] = f"{at}.input_schema"
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
         return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 

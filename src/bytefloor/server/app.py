@@ -26,12 +26,16 @@ from bytefloor.server.anthropic_answers import MessageAnswer
 from bytefloor.server.anthropic_bodies import CountBody, MessagesBody
 from bytefloor.server.anthropic_chat import ask_messages, count_tokens
 from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
+from bytefloor.server.embeddings import LABEL, Embedding, ask_embeddings, embeddings_answer, n_dimensions
 from bytefloor.server.event_stream import EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
 from bytefloor.server.page import page_routes
 from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
+from bytefloor.server.responses_answers import ResponseAnswer
+from bytefloor.server.responses_bodies import ResponseBody
+from bytefloor.server.responses_chat import ask_response
 from bytefloor.server.sampling import SAMPLING_NAMES
 from bytefloor.server.service import Service
 
@@ -82,6 +86,12 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+def _failed(answer: Told, refusal: Refusal, request: Request) -> bytes:
+    """What a stream ends with that cannot go on."""
+    error = [error_body(refusal, request.scope)]
+    return b"".join(event(each) for each in (answer.failed(refusal) if isinstance(answer, ResponseAnswer) else error))
+
+
 class Endpoints:
     """One method a path."""
 
@@ -97,6 +107,9 @@ class Endpoints:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/messages", self.message, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count_message_tokens, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/responses/{rest:path}", self.stored_response, methods=["GET", "POST", "DELETE"]),
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -137,6 +150,33 @@ class Endpoints:
     def _openai(self, asked: Asked) -> Answer:
         return Answer(asked, self._served.name, self._served.tokenizer, self._service.floor)
 
+    async def respond(self, request: Request) -> ASGIApp:
+        """As `chat`, in the words of OpenAI's newer interface."""
+        body = await self._body(request, ResponseBody)
+        asked, repeated = await asyncio.to_thread(ask_response, body, self._served)
+        return await self._respond(request, asked, ResponseAnswer(asked, repeated, self._served.name))
+
+    async def stored_response(self, _: Request) -> ASGIApp:
+        """There is none, whatever its name."""
+        raise Refusal(404, "responses are not stored: one is only in the reply to its request", code="not_stored")
+
+    async def embed(self, request: Request) -> ASGIApp:
+        """Texts or token ids to a vector each."""
+        body = await self._body(request, bodies.EmbeddingBody)
+        asked = await asyncio.to_thread(ask_embeddings, body, self._served)
+        n_sequences = self._served.engine.executor.plan.n_sequences
+        embedding = Embedding(self._service.worker, asked, n_sequences, self._service.options.timeout_s)
+        self._check_room(embedding.n_ahead)
+        try:
+            vectors = await unless_gone(request.receive, embedding.vectors())
+        finally:
+            embedding.close()
+            request.state.facts.update(embedding.facts)
+        if vectors is None:
+            return self._gone(request)
+        # Millions of numbers take a while to write down.
+        return await asyncio.to_thread(lambda: _json(embeddings_answer(asked, vectors, self._served.name)))
+
     async def _body(self, request: Request, kind: type[bodies.B]) -> bodies.B:
         try:
             data = await read_body(request, self._service.options.max_body_bytes)
@@ -146,8 +186,7 @@ class Endpoints:
 
     async def _respond(self, request: Request, asked: Asked, answer: Told) -> ASGIApp:
         options, worker = self._service.options, self._service.worker
-        if worker.n_open + len(asked.choices) > options.max_open:
-            raise Refusal(429, f"{worker.n_open} requests are open, the most there may be", code="too_many_requests")
+        self._check_room(len(asked.choices))
         generation = Generation(worker, asked.choices, options.timeout_s)
         try:
             await generation.start()
@@ -157,6 +196,16 @@ class Endpoints:
             generation.close()
             raise
         return EventStream(self._stream(request, generation, answer), generation.close)
+
+    def _check_room(self, n: int) -> None:
+        n_open = self._service.worker.n_open
+        if n_open + n > self._service.options.max_open:
+            raise Refusal(429, f"{n_open} requests are open, the most there may be", code="too_many_requests")
+
+    @staticmethod
+    def _gone(request: Request) -> Response:
+        request.state.facts["gone"] = True
+        return refused(Refusal(499, "the client has gone", code="client_disconnected"), request.scope)
 
     async def _whole(self, request: Request, generation: Generation, answer: Told) -> ASGIApp:
         async def collect() -> bool:
@@ -169,8 +218,7 @@ class Endpoints:
         request.state.facts.update(answer.facts)
         generation.close()
         if not is_complete:
-            request.state.facts["gone"] = True
-            return refused(Refusal(499, "the client has gone", code="client_disconnected"), request.scope)
+            return self._gone(request)
         return _json(answer.whole())
 
     async def _stream(self, request: Request, generation: Generation, answer: Told) -> AsyncGenerator[bytes, None]:
@@ -201,12 +249,12 @@ class Endpoints:
         except Refusal as refusal:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
-            yield event(error_body(refusal, request.scope))
+            yield _failed(answer, refusal, request)
         except Exception as error:
             LOG.error("a stream failed", exc_info=error)
             self._service.metrics.failed(500)
             facts["error"] = f"{type(error).__name__}: {error}"
-            yield event(error_body(failure(error), request.scope))
+            yield _failed(answer, failure(error), request)
         except (asyncio.CancelledError, GeneratorExit):
             facts["gone"] = True
             raise
@@ -275,6 +323,7 @@ class Endpoints:
                 "stream_gb_s": self._service.floor.gb_s if self._service.floor is not None else None,
                 "version": __version__,
                 "defaults": {name: getattr(defaults, name) for name in SAMPLING_NAMES},
+                "embeddings": {"dimensions": n_dimensions(self._served), **LABEL},
                 "timeout_s": options.timeout_s,
                 "max_body_bytes": options.max_body_bytes,
                 "load": {

@@ -87,7 +87,7 @@ def ask_completion(body: CompletionBody, served: Served) -> Asked:
         raise bad_field("best_of", f"best_of = {body.best_of}: expected n or nothing, all that is made is returned")
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     choices: list[Choice] = []
-    for place, (at, prompt) in enumerate(_plain_prompts(body.prompt, served)):
+    for place, (at, prompt) in enumerate(plain_prompts(body.prompt, served, "prompt", MAX_CHOICES)):
         request = _request(body, served, prompt, max_tokens, body.logprobs or 0, at)
         choices += _choices(body, request, prompt, place)
         if len(choices) > MAX_CHOICES:
@@ -208,13 +208,13 @@ def _asked(kind: str, body: GenerationFields, choices: Sequence[Choice], has_log
     return Asked(kind, tuple(choices), bool(body.stream), includes_usage, has_logprobs, shows_progress)
 
 
-def _plain_prompts(prompt: str | list[Any], served: Served) -> list[tuple[str, ChatPrompt]]:
-    """(where it stands in the body, prompt) of each."""
+def plain_prompts(prompt: str | list[Any], served: Served, name: str, most: int) -> list[tuple[str, ChatPrompt]]:
+    """(where it stands in the body, prompt) of each. name: of the field that has them, at most so many."""
     if isinstance(prompt, str) or all(_is_id(item) for item in prompt):
-        return [("prompt", _plain_prompt(prompt, served, "prompt"))]
-    if len(prompt) > MAX_CHOICES:
-        raise bad_field("prompt", f"prompt has {len(prompt)} prompts: expected at most {MAX_CHOICES}")
-    named = [(f"prompt[{place}]", item) for place, item in enumerate(prompt)]
+        return [(name, _plain_prompt(prompt, served, name))]
+    if len(prompt) > most:
+        raise bad_field(name, f"{name} has {len(prompt)} texts: expected at most {most}")
+    named = [(f"{name}[{place}]", item) for place, item in enumerate(prompt)]
     return [(at, _plain_prompt(item, served, at)) for at, item in named]
 
 

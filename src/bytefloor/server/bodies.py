@@ -148,6 +148,16 @@ class CompletionBody(GenerationFields, kw_only=True):
     suffix: str | None = None
 
 
+class EmbeddingBody(Body):
+    """POST /v1/embeddings. input: as `CompletionBody.prompt`; user changes nothing."""
+
+    input: str | list[Any]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
 class TemplateBody(Body):
     """POST /apply-template."""
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from bytefloor.engine.engine import Load
+from bytefloor.engine.pages import Load
 from bytefloor.engine.request import Delta
 from bytefloor.server.worker import Handle
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from bytefloor.engine.engine import Engine, Load
+from bytefloor.engine.engine import Engine
 from bytefloor.engine.kernels import current
-from bytefloor.engine.request import Delta, Finish, FinishReason, Reading, Request
+from bytefloor.engine.pages import Load
+from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, FinishReason, Reading, Request
 from bytefloor.errors import KernelError
 
 LOG = logging.getLogger("bytefloor.server")
@@ -33,7 +34,7 @@ class Handle:
     Several handles may share a mailbox. Times are those of ``time.perf_counter``.
     """
 
-    def __init__(self, request: Request, mailbox: Mailbox) -> None:
+    def __init__(self, request: Request | EmbeddingRequest, mailbox: Mailbox) -> None:
         self.request = request
         self.mailbox = mailbox
         self.submitted_at = time.perf_counter()
@@ -86,7 +87,7 @@ class Worker:
         """Requests that have not ended."""
         return len(self._open)
 
-    async def submit(self, request: Request, mailbox: Mailbox | None = None) -> Handle:
+    async def submit(self, request: Request | EmbeddingRequest, mailbox: Mailbox | None = None) -> Handle:
         """Queue a request; returns when the engine has taken it, which may be a step later.
 
         RequestError when it cannot be served as asked, Unavailable when nothing can.
