@@ -65,14 +65,13 @@ class CachePlan:
         held = 1 if kind.window is None else ceil_div(kind.window - 1, self.page_size) + 1
         held = min(held, self.n_table(kind))
         live, kept = self.n_sequences * self.n_table(kind), self.n_snapshots * held
+        if kind.window is not None:
+            # The rows of a step are shared: a window each, on any page border, and one chunk among all of them.
+            live = min(live, self.n_sequences * (held + 1) + ceil_div(self.chunk, self.page_size))
         if self.positions is None:
             return live + kept + 1
         within = ceil_div(self.positions, self.page_size)
-        if kind.window is None:
-            return within + 1
-        # The rows of a step are shared: a window each, on any page border, and one chunk among all of them.
-        shared = self.n_sequences * (held + 1) + ceil_div(self.chunk, self.page_size)
-        return min(within, min(live, shared) + kept) + 1
+        return (within if kind.window is None else min(within, live + kept)) + 1
 
     def n_bytes(self, kind: CacheKind, n_layers: int) -> int:
         """Bytes of the kind's pool."""
