@@ -40,11 +40,11 @@ def symbol(form: stream.StreamForm) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Every form's dot and value, over the text that the GPU's compiler gets."""
+    """Every form's dot, value, fragments and multiples, over the text that the GPU's compiler gets."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path_factory.mktemp("warp")
-    text = "".join((SOURCES / header).read_text() for header in (*FORMS, "stream_tokens.cuh"))
+    text = "".join((SOURCES / header).read_text() for header in (*FORMS, "stream_tokens.cuh", "stream_records.cuh"))
     assert '#include "tensor_core.cuh"\n' in text
     text = text.replace('#include "fragments.cuh"\n', (SOURCES / "fragments.cuh").read_text())
     for include in ('#include "tensor_core.cuh"\n', "#include <cuda_fp16.h>\n", "#pragma once\n"):
@@ -165,6 +165,90 @@ def test_fragments_are_the_values_in_bf16(library: ctypes.CDLL, name: str, k: in
     assert (got != nearest).double().mean() <= (0.002 if is_rounded_otherwise else 0)
     ulp = torch.exp2((torch.frexp(nearest).exponent.clamp(min=-125) - 8).double())
     assert ((got - nearest).abs() <= ulp).all()
+
+
+MULTIPLES = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+MIDDLES = {"Q4_K": 8, "Q5_K": 16}
+"""Codes at which a multiple is what the minimum leaves, of forms that have minimums."""
+
+
+def multiples_of(
+    library: ctypes.CDLL, name: str, k: int, parts: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 [16, k] of weights as products of few rows have them, unit times multiple, and of those of the format."""
+    form = forms_of(name)[k]
+    rows, columns = owned_by_lanes(form.columns)
+    found = np.empty((16, k))
+    for i, record in enumerate(form.pack(as_packed(name, parts)).numpy()[0]):
+        units, words = np.empty((8, 4, 2), np.float32), np.empty(rows.shape, np.uint16)
+        assert library[f"multiples_{symbol(form)}"](pointer(record), pointer(units), pointer(words))
+        assert (units == units[:, :1]).all()  # the four lanes of a row agree
+        multiples = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).double().numpy()
+        found[rows, i * form.columns + columns] = multiples * units[:, 0].T.reshape(16)[rows]
+    return torch.from_numpy(found), get(name).decode(parts).double()
+
+
+def with_codes(name: str, parts: dict[str, torch.Tensor], code: int) -> torch.Tensor:
+    """Float64 [16, k] of Q4_K or Q5_K with one code everywhere."""
+    blocks = parts["blocks"].clone().view(16, -1, get(name).block_bytes)
+    blocks[..., -128:] = (code & 15) * 17
+    blocks[..., 16:-128] = 255 * (code >> 4)
+    return get(name).decode({"blocks": blocks.flatten(1)}).double()
+
+
+def with_scales(name: str, d: float, dmin: float, sc: torch.Tensor, mn: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random codes of Q4_K or Q5_K under d, dmin and 6-bit scales and minimums [16, k / 256, 8]."""
+    parts = random_parts(name, 256 * sc.shape[1])
+    blocks = parts["blocks"].view(16, sc.shape[1], -1)
+    blocks[..., :4] = torch.tensor([d, dmin], dtype=torch.float16).view(torch.uint8)
+    sc, mn = sc.to(torch.uint8), mn.to(torch.uint8)
+    blocks[..., 4:8] = sc[..., :4] | sc[..., 4:] >> 4 << 6
+    blocks[..., 8:12] = mn[..., :4] | mn[..., 4:] >> 4 << 6
+    blocks[..., 12:16] = sc[..., 4:] & 15 | (mn[..., 4:] & 15) << 4
+    return parts
+
+
+def cost(found: torch.Tensor, values: torch.Tensor) -> float:
+    """Root mean square of errors, over that of the values in bf16."""
+    return float(((found - values).square().mean() / (values.bfloat16().double() - values).square().mean()).sqrt())
+
+
+@pytest.mark.parametrize(("name", "k"), [(name, k) for name in MULTIPLES for k in (256, 512)])
+def test_multiples_of_units_are_the_values(library: ctypes.CDLL, name: str, k: int) -> None:
+    """Rounded once; what a minimum leaves of the middle code, once or twice before. Any bytes: d and dmin have nothing
+    to do with each other."""
+    parts = random_parts(name, k)
+    found, values = multiples_of(library, name, k, parts)
+    most = 1.01 * 2.0**-8 * values.abs()
+    if name in MIDDLES:
+        left, minimum = (with_codes(name, parts, code).abs() for code in (MIDDLES[name], 0))
+        most += 1.01 * 2.0**-7 * left + 2.0**-16 * minimum
+    assert ((found - values).abs() <= most).all()
+    assert cost(found, values) < (3**0.5 if name in MIDDLES else 1.1)
+
+
+@pytest.mark.parametrize("name", list(MIDDLES))
+def test_minimums_as_quantised_cost_no_more_than_bf16(library: ctypes.CDLL, name: str) -> None:
+    """Weights on both sides of zero: a minimum is about half of what codes reach."""
+    generator = torch.Generator().manual_seed(1)
+    sc = torch.randint(20, 64, (16, 2, 8), generator=generator)
+    middle = (MIDDLES[name] - 0.5) * (0.8 + 0.4 * torch.rand(sc.shape, generator=generator))
+    d, dmin = 0.00271, 0.00271 * 1.13 * MIDDLES[name]
+    parts = with_scales(name, d, dmin, sc, (sc * middle * d / dmin).round())
+    assert cost(*multiples_of(library, name, 512, parts)) < 1.1
+
+
+ENDS = ((0.0, 0.37), (0.0, -65504.0), (6e-8, 65504.0), (-65504.0, 6e-8), (0.0, 0.0), (0.5, 0.0))
+
+
+@pytest.mark.parametrize(("d", "dmin"), ENDS)
+@pytest.mark.parametrize("name", list(MIDDLES))
+def test_scales_at_their_ends_leave_multiples_finite(library: ctypes.CDLL, name: str, d: float, dmin: float) -> None:
+    """A row of constant groups has d = 0, and where dmin is 0 too its weights are exactly 0."""
+    sc, mn = (torch.arange(16 * 8).view(16, 1, 8) * factor % 64 for factor in (1, 5))
+    found, values = multiples_of(library, name, 256, with_scales(name, d, dmin, sc, mn))
+    assert ((found - values).abs() <= 2.0**-7 * values.abs().amax()).all()
+    assert d or ((found - values).abs() <= 2.0**-8 * values.abs()).all()
 
 
 def random_activations(k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

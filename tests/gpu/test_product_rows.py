@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import ceil_div
 from bytefloor.engine.launches import Card
-from bytefloor.engine.row_products import RowProduct, pad_rows
+from bytefloor.engine.row_products import FEW_ROWS, RowProduct, pad_rows
 from bytefloor.formats import get, stream
 from bytefloor.ops import OPS
 from bytefloor.ops.row_tiles import from_row_tiles, to_row_tiles
@@ -21,6 +21,10 @@ EDGES = (1, 17, 31, 32, 33, 63, 65, 127, 129, 255, 257, 511, 512, 513)
 BOUND = 2.0**-11
 """Of the sum of absolute products: float32 sums give 1e-6. A weight near the border of two bf16 numbers may become
 either, and where a group has eight values under one scale they are many at once."""
+BOUND_OF_MULTIPLES = 2.0**-9
+"""Of tiles of few rows, where a form has multiples of a unit: these are rounded in place of the weights, which then all
+differ from what they are compared with, as much as rounding does: by 1.4e-3 at the most, of 400 rows of 512 columns."""
+MULTIPLES = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 NAN = float("nan")
 
 
@@ -76,11 +80,16 @@ def run(
     return out[:, :, :n].sum(0)
 
 
-def check(found: Tensor, x: Tensor, weight: Tensor) -> None:
+def bound_of(names: Sequence[str], n_rows: int) -> float:
+    """For the columns of these formats."""
+    return BOUND_OF_MULTIPLES if n_rows <= FEW_ROWS and set(names) & set(MULTIPLES) else BOUND
+
+
+def check(found: Tensor, x: Tensor, weight: Tensor, *names: str) -> None:
     rounded = x.to(torch.bfloat16).double()
     expected, most = rounded @ weight.T, rounded.abs() @ weight.abs().T
     assert bool(found.isfinite().all())
-    assert float(((found.double() - expected).abs() / (most + 1e-30)).max()) < BOUND
+    assert float(((found.double() - expected).abs() / (most + 1e-30)).max()) < bound_of(names, len(x))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -89,7 +98,7 @@ def test_every_form_at_the_edges_of_tiles(name: str) -> None:
         form, packed, weight = matrix(name, n, k)
         for n_rows in EDGES if n == 400 else (40, 300):
             x = torch.randn(n_rows, k, device="cuda") * 10.0 ** torch.randint(-3, 4, (n_rows, 1), device="cuda")
-            check(run([(form, packed)], [n], x, 1, None), x, weight)
+            check(run([(form, packed)], [n], x, 1, None), x, weight, name)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5, 8])
@@ -97,7 +106,7 @@ def test_columns_in_parts(splits: int) -> None:
     form, packed, weight = matrix("Q4_K", 272, 4096)
     for n_rows in (20, 100, 260):
         x = torch.randn(n_rows, 4096, device="cuda")
-        check(run([(form, packed)], [272], x, splits, None), x, weight)
+        check(run([(form, packed)], [272], x, splits, None), x, weight, "Q4_K")
 
 
 def test_outputs_that_are_added_to_what_is_there() -> None:
@@ -113,7 +122,7 @@ def test_columns_that_are_no_whole_tiles_of_four(k: int) -> None:
     for name in ("Q4_0", "Q8_0", "BF16"):
         form, packed, weight = matrix(name, 320, k)
         x = torch.randn(70, k, device="cuda")
-        check(run([(form, packed)], [320], x, 1, None), x, weight)
+        check(run([(form, packed)], [320], x, 1, None), x, weight, name)
 
 
 def test_matrices_of_different_forms_side_by_side() -> None:
@@ -123,7 +132,7 @@ def test_matrices_of_different_forms_side_by_side() -> None:
         weight = torch.cat([values for _, _, values in found])
         for n_rows, splits in ((33, 2), (300, 1)):
             x = torch.randn(n_rows, 1024, device="cuda")
-            check(run([(form, packed) for form, packed, _ in found], sizes, x, splits, None), x, weight)
+            check(run([(form, packed) for form, packed, _ in found], sizes, x, splits, None), x, weight, *names)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -136,7 +145,8 @@ def test_gates(name: str, activation: str) -> None:
         found = run([(form, packed)], [2 * n_gates], x, 1, activation).double()
         rounded = x.to(torch.bfloat16).double()
         (gate, up), (gate_error, up_error) = (
-            (rows[:, 0::2], rows[:, 1::2]) for rows in (rounded @ weight.T, BOUND * (rounded.abs() @ weight.abs().T))
+            (rows[:, 0::2], rows[:, 1::2])
+            for rows in (rounded @ weight.T, bound_of([name], n_rows) * (rounded.abs() @ weight.abs().T))
         )
         expected = OPS["glu"].reference(gate, up, activation)
         ones = torch.ones_like(gate)

@@ -18,6 +18,7 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.loading import DEVICE_ROUNDING
 from bytefloor.engine.prefix import PrefixStore
+from bytefloor.engine.row_products import FEW_ROWS
 from bytefloor.engine.synthetic import Shape, checkpoint_of
 from bytefloor.errors import CapacityError
 from bytefloor.files.checkpoint import open_checkpoint
@@ -29,6 +30,8 @@ from gpu.test_device_executor import SHAPES
 HALF_MAX = 65504.0
 FLOAT32 = 1e-5
 """Of logits, where the same bf16 values are multiplied and only the sums' order differs."""
+TILES = 5e-3
+"""Of logits of up to FEW_ROWS rows against those of more: other numbers are rounded in tiles of few, 2^-9 each."""
 MIXTURES = {"llama": "BF16"}
 """Others have Q4_K_M. Random blocks of it leave this one so sharp a softmax that rounding changes single rows a lot."""
 # Columns that do not fill tiles of 64, which formats of 16 bits alone may have: a gate of twelve and a half, heads of
@@ -312,7 +315,8 @@ def test_logits_of_the_wanted_rows_alone(make: Make, card: torch.device, name: s
         spoil(executor)
         (found,) = run_batch(executor, [(cache_at(executor, 0), ids[:100])], wanted)
         assert found.shape == (len(wanted), n_vocabulary)
-        assert not wanted or worst_row(found, everything[list(wanted)]) < FLOAT32
+        bound = FLOAT32 if name in MIXTURES or len(wanted) > FEW_ROWS else TILES
+        assert not wanted or worst_row(found, everything[list(wanted)]) < bound
     spoil(executor)
     after = rows_of(executor, ids, 100)[100:]
     # Three chunks that nobody waits for, one upon the other.
@@ -335,7 +339,7 @@ def test_sequences_of_a_batch_want_what_they_want(make: Make, card: torch.device
     for (cache, ids), chosen in zip(rows, wanted, strict=True):
         cache.append_rows(batch, ids, chosen)
     expected = torch.cat([logits[list(chosen)] for logits, chosen in zip(everything, wanted, strict=True)])
-    assert worst_row(executor.run(batch), expected) < FLOAT32
+    assert worst_row(executor.run(batch), expected) < TILES
 
 
 def test_more_rows_than_a_chunk_has_are_refused_with_both_numbers(make: Make, card: torch.device) -> None:

@@ -128,6 +128,17 @@ inline u32 fma_pairs(u32 a, u32 b, u32 c) {
     return out;
 }
 
+inline float reciprocal(float v) { return 1 / v; }
+
+inline u32 of_four(u32 word, int t) {
+    using namespace warp;
+    a[current][0] = word;
+    meet();
+    u32 out = a[(current & ~3) + t][0];
+    meet();
+    return out;
+}
+
 inline u32 half_twice(u32 word, int which) { return (word >> 16 * which & 0xffff) * 0x10001; }
 
 inline u32 e4m3_as_halves(u32 codes, int first) {
@@ -195,6 +206,33 @@ template <typename F> void fragments(const u8* record, u32* out) {
     }
 }
 
+// units [lane][2], multiples [step][group][lane][8]; lanes hand each other what they know.
+struct MultiplesTask {
+    const u8* record;
+    float* units;
+    u32* out;
+};
+static MultiplesTask multiples_task;
+template <typename F> void multiples_main() {
+    if constexpr (Multiples<F>::EXIST) {
+        Lane at(warp::current);
+        const auto& task = multiples_task;
+        Multiples<F> weights(task.record, at);
+        memcpy(task.units + 2 * warp::current, weights.units, sizeof weights.units);
+        for (int i = 0; i < F::COLUMNS / 32; i++) {
+            u32 a[8];
+            weights.fragments(task.record, at, i / 2, i % 2, a);
+            memcpy(task.out + (32 * i + warp::current) * 8, a, sizeof a);
+        }
+    }
+    warp::is_over[warp::current] = true;
+}
+template <typename F> int multiples(const u8* record, float* units, u32* out) {
+    multiples_task = {record, units, out};
+    run<F>(multiples_main<F>, record, nullptr, nullptr, 0, nullptr);
+    return Multiples<F>::EXIST;
+}
+
 #define FORM(name, ...)                                                                                                   \
     extern "C" int dot_##name(const u8* r, const u8* c, const float* s, int k, float* o) {                \
         return run<__VA_ARGS__>(lane_main<__VA_ARGS__>, r, c, s, k, o);                                                     \
@@ -203,5 +241,6 @@ template <typename F> void fragments(const u8* record, u32* out) {
         return run<__VA_ARGS__>(tokens_main<__VA_ARGS__>, r, c, s, k, o);                                                   \
     }                                                                                                                    \
     extern "C" void fragments_##name(const u8* r, u32* o) { fragments<__VA_ARGS__>(r, o); }                               \
+    extern "C" int multiples_##name(const u8* r, float* u, u32* o) { return multiples<__VA_ARGS__>(r, u, o); }              \
     extern "C" int values_##name(const u8* r, float* o) { return values<__VA_ARGS__>(r, o); }
 #include "forms.inc"

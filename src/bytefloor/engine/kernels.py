@@ -32,6 +32,7 @@ INCLUDED = (
     "attention_merge.cuh",
     "activation.cuh",
     "row_tiles.cuh",
+    "stream_records.cuh",
     "attention_rows_load.cuh",
 )
 """What those, and kernels, include themselves."""

@@ -17,6 +17,9 @@ WIDE_COLUMNS = 256
 """Of the longest records. Compiled for shorter ones, a tile of 128 rows with four warpgroups spills."""
 LEAST_STEPS = 4
 """Of 64 columns, whose records are under way."""
+FEW_ROWS, TILES_OF_FEW = 64, WIDE_COLUMNS // STEP
+"""Up to so many rows, whose products wait for unpacking, weights are multiples of a unit where a form has one, and the
+ring of tiles has a slot for each step of a long record: the kernel need not count which is whose."""
 _STEPS_AN_ITEM = 6
 _BYTES_A_STEP = 16384
 """What a block writes to memory and reads back while it multiplies 64 columns."""
@@ -107,8 +110,11 @@ class RowProduct:
         staged = tile.weight_rows // 128 * tile_bytes if self.activation else 0
         room = card.multiprocessor_bytes // tile.blocks - RESERVED_BYTES - ALIGNMENT_BYTES - staged
 
+        is_few = tile.n_rows <= FEW_ROWS
+        most_tiles = TILES_OF_FEW if is_few else MOST_TILES
+
         def tiles_beside(slots_w: int) -> int:
-            return min(MOST_TILES, (room - slots_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
+            return min(most_tiles, (room - slots_w * (slot + BARRIER_BYTES)) // (tile_bytes + BARRIER_BYTES))
 
         # Records of one step must last as long as tiles do, where there is room for that.
         wanted = max(2, LEAST_STEPS // (min(form.columns for form in self.forms) // STEP))
@@ -127,6 +133,7 @@ class RowProduct:
             GROUPS=tile.warpgroups,
             BLOCKS=tile.blocks,
             CLUSTER=tile.cluster,
+            FEW=is_few,
             REGISTERS=tile.registers,
             LEFT_REGISTERS=tile.left_registers,
             SLOTS_W=slots_w,

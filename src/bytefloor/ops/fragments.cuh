@@ -12,7 +12,8 @@
 // Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all
 // those forms, so a fused operation changes nothing.
 //
-// Integer instructions have half the rate of multiplications: what can be a multiplication is one.
+// Integer instructions have half the rate of multiplications: what can be a multiplication is one. For few rows stream_records.cuh has
+// weights that cost less.
 #pragma once
 
 // Four codes' parts in place: of a word of bytes, and out of planes of upper bits, see formats/lanes.py.

@@ -5,7 +5,8 @@
 // w0 .. w2, n0 .. n2 rows each (0: none), side by side in y. y float32 [splits][n_rows][y_stride]: parts of the sum over K, which
 // the consumer adds in order; with `adds`, where K is whole, y += instead; or with GLU, where rows of gate and up alternate, bf16 row tiles of act(gate) * up, y_stride their pitch,
 // whole tiles with zeros beyond the last output and anything beyond the last row.
-// Approximate: a weight is rounded to bf16 once (its last float32 bit may differ before), an activation was.
+// Approximate: a weight is rounded to bf16 once (its last float32 bit may differ before), an activation was. For FEW rows, of which the
+// unpacking is what takes the time, a form's multiples of a unit are rounded instead and the unit is applied to sums, see stream_records.cuh.
 //
 // A block has ROWS_W rows of W, 128 or 256, and TILE rows of x at a time. The first warp behind those that multiply fills two rings in
 // shared memory: records of W, and tiles of x of 64 columns. GROUPS warpgroups have 64 rows of W each: every warp turns its own record
@@ -16,7 +17,8 @@
 //
 // Defined by the host: SEGMENTS, S(bits of the matrices, form) for each form; TILE (32 .. 256), GROUPS (warpgroups that multiply), BLOCKS
 // (of a multiprocessor), REGISTERS and LEFT_REGISTERS (of a thread that multiplies, of the others), SLOTS_W, SLOTS_X, SLOT_BYTES (of the
-// block's records of the largest form), CLUSTER (blocks that share tiles of x), GLU (0, 1 silu, 2 gelu).
+// block's records of the largest form), CLUSTER (blocks that share tiles of x), FEW, GLU (0, 1 silu, 2 gelu).
+#include "stream_records.cuh"
 #include "warpgroup.cuh"
 
 #if !BULK
@@ -190,39 +192,78 @@ __device__ __forceinline__ void leave_tile(u64* empty, int lane) {
 #endif
 }
 
+// Weights of a record: multiples of a row's unit, where a form has them and rows are few. Chips that have no warpgroups give all threads
+// the same registers, and there sums of both kinds would spill.
+template <typename FORM, bool = FEW && HAS_WARPGROUPS && Multiples<FORM>::EXIST> struct Record : Multiples<FORM> {
+    static constexpr bool HAS_UNITS = true;
+    using Multiples<FORM>::Multiples;
+};
+template <typename FORM> struct Record<FORM, false> {
+    static constexpr bool HAS_UNITS = false;
+    __device__ __forceinline__ Record(const u8*, const Lane&) {}
+    __device__ __forceinline__ void fragments(const u8* record, const Lane& at, int step, int group, u32 (&a)[8]) const {
+        FORM::fragments(record, at, step, group, a);
+    }
+};
+
+__device__ __forceinline__ void add_multiples(float (&c)[TILE / 8][4], const float (&sums)[TILE / 8][4], const float (&units)[2]) {
+#pragma unroll
+    for (int i = 0; i < TILE / 8; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) c[i][j] = fmaf(units[j >> 1], sums[i][j], c[i][j]);
+}
+
 template <typename FORM>
 __device__ __forceinline__ void multiply_item(float (&c)[TILE / 8][4], Rings& rings, const Item& item, const Lane& at, int warp) {
     constexpr int STEPS = FORM::COLUMNS / 64;
+    constexpr bool HAS_UNITS = Record<FORM>::HAS_UNITS;
+    // Parts of K are whole records, so a step's slot can be known before the kernel runs.
+    constexpr bool ARE_SLOTS_STEPS = SLOTS_X == STEPS;
     u32 front[8], back[8];
+    // Sums of multiples are those of one record, and are added when the first fragments of the next one are there.
+    float of_record[TILE / 8][4] = {}, units[2] = {0, 0};
+    float(&sums)[TILE / 8][4] = HAS_UNITS ? of_record : c;
     int last = -1;  // the slot of x that products may still be reading
     for (int k = item.first_k; k < item.end_k; k += STEPS) {
         barrier_wait(rings.full_w(rings.w.slot), rings.w.parity);
         const u8* record = rings.records(rings.w.slot) + warp * FORM::BYTES;
+        Record<FORM> weights(record, at);
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
-            FORM::fragments(record, at, step, 0, front);
-            barrier_wait(rings.full_x(rings.x.slot), rings.x.parity);
-            const u8* tile = rings.tile(rings.x.slot);
+            weights.fragments(record, at, step, 0, front);
+            if constexpr (HAS_UNITS)
+                if (step == 0) {
+                    wait_products<0>();
+                    settle(sums);
+                    add_multiples(c, sums, units);
+                    units[0] = weights.units[0], units[1] = weights.units[1];
+                }
+            int slot = ARE_SLOTS_STEPS ? step : rings.x.slot;
+            barrier_wait(rings.full_x(slot), rings.x.parity);
             begin_products();
-            multiply_fragments<TILE>(c, front, tile, 0);
-            multiply_fragments<TILE>(c, front + 4, tile, 1);
+            multiply_fragments<TILE>(sums, front, rings.tile(0), 0, slot, HAS_UNITS && step == 0);
+            multiply_fragments<TILE>(sums, front + 4, rings.tile(0), 1, slot);
             commit_products();
             wait_products<1>();
-            if (last >= 0) leave_tile(rings.empty_x(last), at.index);
-            FORM::fragments(record, at, step, 1, back);
+            if (step || last >= 0) leave_tile(rings.empty_x(ARE_SLOTS_STEPS ? (step + STEPS - 1) % STEPS : last), at.index);
+            weights.fragments(record, at, step, 1, back);
             begin_products();
-            multiply_fragments<TILE>(c, back, tile, 2);
-            multiply_fragments<TILE>(c, back + 4, tile, 3);
+            multiply_fragments<TILE>(sums, back, rings.tile(0), 2, slot);
+            multiply_fragments<TILE>(sums, back + 4, rings.tile(0), 3, slot);
             commit_products();
             wait_products<1>();
-            last = rings.x.slot;
-            rings.x.next(SLOTS_X);
+            last = slot;
+            if (!ARE_SLOTS_STEPS)
+                rings.x.next(SLOTS_X);
+            else if (step == STEPS - 1)
+                rings.x.parity ^= 1;
         }
         leave(rings.empty_w(rings.w.slot), at.index);
         rings.w.next(SLOTS_W);
     }
     wait_products<0>();
-    settle(c);
+    settle(sums);
+    if constexpr (HAS_UNITS) add_multiples(c, sums, units);
     if (last >= 0) leave_tile(rings.empty_x(last), at.index);
 }
 

@@ -207,14 +207,20 @@ struct Q6_K {  // d sc (code - 32), sc an int8 for each 16: columns of activatio
         return make_float2(d.x * total0, d.y * total1);
     }
 
+    // The four runs of a group as bytes.
     template <typename LANE>
-    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+    static __device__ __forceinline__ void runs_of(const u8* record, const LANE& at, int step, int group, u32 (&runs)[4]) {
         int place = (step * 32 + at.index) * 2 + group;
-        uint2 u = ((const uint2*)record)[place];
-        u32 plane = ((const u32*)(record + HIGH))[place], runs[4];
-        nibble_runs<false>(u, 0, group, runs);
+        u32 plane = ((const u32*)(record + HIGH))[place];
+        nibble_runs<false>(((const uint2*)record)[place], 0, group, runs);
 #pragma unroll
         for (int run = 0; run < 4; run++) runs[run] |= upper(plane, run);
+    }
+
+    template <typename LANE>
+    static __device__ __forceinline__ void fragments(const u8* record, const LANE& at, int step, int group, u32 (&a)[8]) {
+        u32 runs[4];
+        runs_of(record, at, step, group, runs);
         u32 sc = *(const unsigned short*)(record + SCALES + 32 * at.g + 16 * group + 8 * (at.t >> 1) + 2 * step) ^ 0x8080;
         float2 d = __half22float2(((const __half2*)(record + SUPER))[at.g]);
         scaled_fragments<32>(runs, times_flipped(CODE_UNIT * d.x, sc, 0), times_flipped(CODE_UNIT * d.y, sc, 1), a);

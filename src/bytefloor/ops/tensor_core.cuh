@@ -60,6 +60,16 @@ __device__ __forceinline__ u32 fma_pairs(u32 a, u32 b, u32 c) {
     return out;
 }
 
+// 1 / v to the last bit but one.
+__device__ __forceinline__ float reciprocal(float v) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
+    return out;
+}
+
+// What lane t of each four has.
+__device__ __forceinline__ u32 of_four(u32 word, int t) { return __shfl_sync(~0u, word, t, 4); }
+
 // Codes `first` and `first` + 1 of four E4M3 ones as float16: exact.
 __device__ __forceinline__ u32 e4m3_as_halves(u32 codes, int first) {
 #if __CUDA_ARCH__ >= 890

@@ -72,8 +72,11 @@ __device__ __forceinline__ void show_to_products() {
 
 #if HAS_WARPGROUPS
 // Rows of K: 8 rows further is 1024 bytes further. `leading` counts only where rows are columns of K: bytes from 64 columns to the next.
+// 16 bytes further is 1 more.
 __device__ __forceinline__ u64 operand_at(u32 address, u32 leading) {
-    return (u64)1 << 62 | (u64)(1024 >> 4) << 32 | (u64)(leading >> 4) << 16 | address >> 4;
+    u64 operand;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(operand) : "r"((leading >> 4) << 16 | address >> 4), "r"(1u << 30 | 1024 >> 4));
+    return operand;
 }
 #define SUMS8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SUMS16 SUMS8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -92,16 +95,19 @@ __device__ __forceinline__ u64 operand_at(u32 address, u32 leading) {
 #define PLACES128 \
     PLACES64, PLACE4(16), PLACE4(17), PLACE4(18), PLACE4(19), PLACE4(20), PLACE4(21), PLACE4(22), PLACE4(23), PLACE4(24), PLACE4(25), \
         PLACE4(26), PLACE4(27), PLACE4(28), PLACE4(29), PLACE4(30), PLACE4(31)
-#define WGMMA(N, SUMS, A, B, TRANSPOSED) \
-    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", " B ", 1, 1, 1" TRANSPOSED ";"
+#define WGMMA(N, SUMS, A, B, ADDS, TRANSPOSED) \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", " B ", " ADDS ", 1, 1" TRANSPOSED ";"
 #define FROM_REGISTERS(N, SUMS, PLACES, A, B) \
     if (IS_TRANSPOSED) \
-        asm volatile(WGMMA(N, SUMS, A, B, ", 1") : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+        asm volatile(WGMMA(N, SUMS, A, B, "1", ", 1") : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+    else if (is_new) \
+        asm volatile(WGMMA(N, SUMS, A, B, "0", ", 0") : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
     else \
-        asm volatile(WGMMA(N, SUMS, A, B, ", 0") : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-#define FROM_SHARED(N, SUMS, PLACES, A, B) asm volatile(WGMMA(N, SUMS, A, B, ", 0, 0") : PLACES : "l"(a), "l"(b));
+        asm volatile(WGMMA(N, SUMS, A, B, "1", ", 0") : PLACES : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define FROM_SHARED(N, SUMS, PLACES, A, B) asm volatile(WGMMA(N, SUMS, A, B, "1", ", 0, 0") : PLACES : "l"(a), "l"(b));
 
-template <int N, bool IS_TRANSPOSED> __device__ __forceinline__ void wgmma(float (&c)[N / 8][4], const u32* a, u64 b) {
+template <int N, bool IS_TRANSPOSED>
+__device__ __forceinline__ void wgmma(float (&c)[N / 8][4], const u32* a, u64 b, bool is_new = false) {
     if constexpr (N == 16) { FROM_REGISTERS(16, SUMS8, PLACES8, "{%8, %9, %10, %11}", "%12") }
     if constexpr (N == 32) { FROM_REGISTERS(32, SUMS16, PLACES16, "{%16, %17, %18, %19}", "%20") }
     if constexpr (N == 64) { FROM_REGISTERS(64, SUMS32, PLACES32, "{%32, %33, %34, %35}", "%36") }
@@ -117,16 +123,19 @@ template <int N> __device__ __forceinline__ void wgmma(float (&c)[N / 8][4], u64
 }
 #endif
 
-// c[64][N] += a[64][16] b[N][16]^T: fragments of this warp's 16 rows, and columns 16 step .. 16 step + 15 of a tile of N rows.
-template <int N> __device__ __forceinline__ void multiply_fragments(float (&c)[N / 8][4], const u32* a, const u8* b, int step) {
+// c[64][N] += a[64][16] b[N][16]^T: fragments of this warp's 16 rows, and columns 16 step .. 16 step + 15 of one of the tiles of N rows that
+// begin at b. is_new, which is to be known before a kernel runs: c = that, whatever it was.
+template <int N>
+__device__ __forceinline__ void multiply_fragments(float (&c)[N / 8][4], const u32* a, const u8* b, int step, int tile = 0, bool is_new = false) {
 #if HAS_WARPGROUPS
-    wgmma<N, false>(c, a, operand_at(shared_address(b) + step * 32, 16));
+    wgmma<N, false>(c, a, operand_at(shared_address(b), 16) + (tile * N * 8 + step * 2), is_new);
 #else
     int lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < N / 8; i += 2) {
+        if (is_new) c[i][0] = c[i][1] = c[i][2] = c[i][3] = c[i + 1][0] = c[i + 1][1] = c[i + 1][2] = c[i + 1][3] = 0;
         u32 r[4];
-        ldmatrix4(r, shared_address(b) + swizzled(i * 8 + (lane >> 4) * 8 + (lane & 7), 2 * step + (lane >> 3 & 1)));
+        ldmatrix4(r, shared_address(b) + tile * N * 128 + swizzled(i * 8 + (lane >> 4) * 8 + (lane & 7), 2 * step + (lane >> 3 & 1)));
         multiply_halves<true>(c[i], a[0], a[1], a[2], a[3], r[0], r[1]);
         multiply_halves<true>(c[i + 1], a[0], a[1], a[2], a[3], r[2], r[3]);
     }
@@ -137,7 +146,7 @@ template <int N> __device__ __forceinline__ void multiply_fragments(float (&c)[N
 template <int N>
 __device__ __forceinline__ void multiply_values(float (&c)[N / 8][4], const u32* a, const u8* b, int step, u32 leading) {
 #if HAS_WARPGROUPS
-    wgmma<N, true>(c, a, operand_at(shared_address(b) + step * 2048, leading));
+    wgmma<N, true>(c, a, operand_at(shared_address(b), leading) + step * 128);
 #else
     int lane = threadIdx.x & 31;
 #pragma unroll
