@@ -273,12 +273,18 @@ def test_a_broken_engine_ends_the_process_with_status_1(opened: Opened, monkeypa
     service, bound = Service(engine, SHORT), process.bind("127.0.0.1", 0)
     client = httpx.Client(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=30)
 
+    def is_up() -> bool:
+        try:
+            return client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
     def ask() -> list[int]:
-        eventually(lambda: service.worker._loop is not None, "started")
+        eventually(is_up, "started")
         return [client.post(CHAT, json={"messages": user("hi")}).status_code, client.get("/health").status_code]
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
-        assert asyncio.run(process.serve(service, bound)) == 1
+        assert asyncio.run(asyncio.wait_for(process.serve(service, bound), 60)) == 1
         assert asked.result() == [500, 503]
     client.close()

@@ -93,7 +93,7 @@ class Room:
     positions: int | None = None
 
     def plan(self, chunk: int) -> CachePlan:
-        """chunk: where none was asked for. More than a sequence can have buys nothing, and costs buffers and pages.
+        """chunk: where none was asked for. More than all sequences can have buys nothing, and costs buffers.
 
         RequestError for a chunk that was asked for and is none, and for too few positions.
         """
@@ -101,9 +101,8 @@ class Room:
             chunk = self.chunk
         if chunk < 1:
             raise RequestError(f"chunks of {chunk} rows: expected at least 1")
-        return CachePlan(
-            self.capacity, min(chunk, self.capacity), self.n_sequences, self.n_snapshots, positions=self.positions
-        )
+        chunk = min(chunk, self.n_sequences * self.capacity)
+        return CachePlan(self.capacity, chunk, self.n_sequences, self.n_snapshots, positions=self.positions)
 
 
 class PagePool:

@@ -163,7 +163,7 @@ class DeviceExecutor:
         return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, n_positions, kv, table)
 
     def _plan_rows(self, fused: Sequence[Fused], memory: DeviceMemory) -> RowPlanner:
-        most_rows = max(min(self.plan.chunk, self.plan.capacity), self.plan.n_sequences)
+        most_rows = max(min(self.plan.chunk, self.plan.n_sequences * self.plan.capacity), self.plan.n_sequences)
         return RowPlanner(fused, self.weights, self.plan, memory.pools, most_rows, self.device)
 
     def _for_tokens(self, memory: DeviceMemory, n_tokens: int) -> DeviceMemory:

@@ -62,7 +62,8 @@ def step_bytes(step: Step, plan: CachePlan, item_bytes: int, n_rows: int | None 
 
     item_bytes: of an activation.
     """
-    most_rows, n_sequences = min(plan.chunk, plan.capacity), plan.n_sequences
+    n_sequences = plan.n_sequences
+    most_rows = min(plan.chunk, n_sequences * plan.capacity)
     n_tokens = most_rows if n_rows is None else min(most_rows, n_rows * n_sequences)
     sizes = {"T": n_tokens, "R": n_sequences if n_rows is None else n_tokens, "B": n_sequences}
     sizes |= {f"P.{kind.name}": plan.n_table(kind) for kind in step.kinds}
