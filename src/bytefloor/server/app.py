@@ -30,6 +30,8 @@ from bytefloor.server.embeddings import LABEL, Embedding, ask_embeddings, embedd
 from bytefloor.server.event_stream import EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
+from bytefloor.server.guard import LOG, Guard, failure, read_body, refused
+from bytefloor.server.openapi import document
 from bytefloor.server.page import page_routes
 from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
@@ -119,6 +121,7 @@ class Endpoints:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/props", self.props, methods=["GET"]),
             *page_routes(),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
         ]
 
     # Text -------------------------------------------------------------------------------------------------------------
@@ -333,3 +336,7 @@ class Endpoints:
                 },
             }
         )
+
+    async def openapi(self, _: Request) -> ASGIApp:
+        """What all paths take and give."""
+        return _json(document(self._served.name, self._service.options.api_key is not None))
