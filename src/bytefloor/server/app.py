@@ -67,12 +67,15 @@ def create_app(service: Service) -> Starlette:
         await service.worker.stop()
 
     def refuse_path(request: Request, error: Exception) -> Response:
+    # Not plain functions: those would go through a pool of threads each time.
+    async def refuse_path(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         found = {404: "no such path here", 405: "the path does not know this method"}
         refusal = Refusal(error.status_code, found.get(error.status_code, error.detail))
         return refused(refusal, request.scope, error.headers)
 
     def refuse(request: Request, error: Exception) -> Response:
+    async def refuse(_: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
         return refused(error, request.scope)
 
