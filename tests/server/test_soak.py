@@ -251,7 +251,7 @@ def _pages(running: Live) -> dict[str, int]:
 
 def test_nothing_stays_behind_and_no_answer_is_wrong(directory: Path, cases: list[Case]) -> None:
     # Fewer positions than six need: some wait, some lose their pages and are computed again.
-    options = EngineOptions(context=CONTEXT, n_sequences=6, chunk=32, positions=256)
+    options = EngineOptions(context=CONTEXT, n_sequences=6, chunk=32, positions=512)
     with live(open_engine(directory, options)) as running:
         soak = Soak(running, cases)
         asyncio.run(soak.run(range(N_REQUESTS, N_REQUESTS + EVERY)))  # threads of pools, compiled patterns

@@ -12,6 +12,8 @@ import msgspec
 from bytefloor import __version__
 from bytefloor.engine.sampling_params import RANGES
 from bytefloor.server import bodies
+from bytefloor.server.guard import PUBLIC
+from bytefloor.server.page import FILES
 from bytefloor.text.chat import ROLES
 from bytefloor.text.tools import NAME
 
@@ -57,6 +59,7 @@ USAGE = _object(
         "completion_tokens": COUNT,
         "total_tokens": COUNT,
         "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+        "completion_tokens_details": _object({"reasoning_tokens": COUNT}),
     }
 )
 _ENDING: Schema = {
@@ -109,7 +112,12 @@ def _chunk(name: str, choice: Schema) -> Schema:
     head = {"id": TEXT, "object": _always(name), "created": COUNT, "model": TEXT}
     places = {"index": COUNT, **choice, "finish_reason": _or_null(_ENDING["finish_reason"])}
     choices = _list(_object(places, {"finish_detail": TEXT}))
-    return {"anyOf": [_object({**head, "choices": choices}, {"usage": _or_null(USAGE), "timings": MAP}), ERROR]}
+    return {
+        "anyOf": [
+            _object({**head, "choices": choices}, {"usage": _or_null(USAGE), "timings": MAP, "prompt_progress": MAP}),
+            ERROR,
+        ]
+    }
 
 
 CHAT = _answer("chat.completion", {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)})
@@ -129,6 +137,15 @@ PROPS = _object(
     {
         "model": TEXT,
         "family": TEXT,
+        "title": TEXT,
+        "container": TEXT,
+        "n_weights": COUNT,
+        "n_bytes": COUNT,
+        "bits_per_weight": NUMBER,
+        "formats": {"type": "object", "additionalProperties": COUNT},
+        "token_bytes": _object({"empty": COUNT, "full": COUNT}),
+        "card": _or_null(TEXT),
+        "stream_gb_s": _or_null(NUMBER),
         "context": COUNT,
         "n_sequences": COUNT,
         "chunk": COUNT,
@@ -169,7 +186,6 @@ _OPEN: Schema = {
     "modalities": {"enum": [["text"], None]},
     "functions": _or_null({"type": "array", "maxItems": 0}),
     "function_call": _NOTHING,
-    "reasoning_effort": _NOTHING,
 }
 """Fields that a struct leaves open, since the words of their refusals are not those of types."""
 
@@ -229,6 +245,7 @@ OPERATIONS = (
               error=_object({"status": _always("unavailable"), **ERROR["properties"]})),
     Operation("GET", "/metrics", "Figures for Prometheus", TEXT, kind=PLAIN),
     Operation("GET", "/props", "What is served and how", PROPS),
+    *(Operation("GET", path, "The chat page", TEXT, kind=kind) for path, (_, kind) in FILES.items()),
     Operation("GET", "/openapi.json", "This document", MAP),
 )  # fmt: skip
 
@@ -256,7 +273,8 @@ def document(name: str, has_key: bool = False, operations: Sequence[Operation] =
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         }
         found["security"] = [{"bearer": []}, {"key": []}]
-        paths["/health"]["get"]["security"] = []
+        for path in PUBLIC & paths.keys():
+            paths[path]["get"]["security"] = []
     return found
 
 
