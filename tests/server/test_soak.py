@@ -97,6 +97,7 @@ KINDS = [
     Kind(CHAT, chat, messages, lambda case: [case.chat]),
     Kind(CHAT, lambda case: chat(case, n=2), messages, lambda case: [case.chat] * 2),
     Kind(CHAT, lambda case: chat(case, stream=True), joined, lambda case: [case.chat]),
+    Kind("/v1/messages", chat, lambda reply: reply.json["content"][0]["text"], lambda case: case.chat),
     Kind(TEXT, text, texts, lambda case: [case.completion]),
     Kind(TEXT, lambda case: text(case, stream=True, n=2), joined, lambda case: [case.completion] * 2),
     Kind(TEXT, lambda case: text(case, prompt=case.ids), texts, lambda case: [case.completion]),

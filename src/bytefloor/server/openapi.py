@@ -12,6 +12,7 @@ import msgspec
 from bytefloor import __version__
 from bytefloor.engine.sampling_params import RANGES
 from bytefloor.server import bodies
+from bytefloor.server.anthropic_bodies import CountBody, MessagesBody
 from bytefloor.server.guard import PUBLIC
 from bytefloor.server.page import FILES
 from bytefloor.text.chat import ROLES
@@ -124,6 +125,32 @@ CHAT = _answer("chat.completion", {"message": _MESSAGE, "logprobs": _or_null(_CH
 CHAT_CHUNK = _chunk("chat.completion.chunk", {"delta": _DELTA, "logprobs": _or_null(_CHAT_LOGPROBS)})
 COMPLETION = _answer("text_completion", {"text": TEXT, "logprobs": _or_null(_TEXT_LOGPROBS)})
 COMPLETION_CHUNK = _chunk("text_completion", {"text": TEXT, "logprobs": _or_null(_TEXT_LOGPROBS)})
+_BLOCK = {"type": "object", "properties": {"type": {"enum": ["text", "thinking", "tool_use"]}}, "required": ["type"]}
+MESSAGE = _object(
+    {
+        "id": TEXT,
+        "type": _always("message"),
+        "role": _always("assistant"),
+        "model": TEXT,
+        "content": _list(_BLOCK),
+        "stop_reason": TEXT,
+        "stop_sequence": _or_null(TEXT),
+        "finish_detail": TEXT,
+        "usage": _object(
+            {
+                "input_tokens": COUNT,
+                "cache_creation_input_tokens": COUNT,
+                "cache_read_input_tokens": COUNT,
+                "output_tokens": COUNT,
+                "output_tokens_details": _object({"thinking_tokens": COUNT}),
+            }
+        ),
+    }
+)
+MESSAGE_EVENT: Schema = {"type": "object", "properties": {"type": TEXT}, "required": ["type"]}
+MESSAGE_ERROR = _object(
+    {"type": _always("error"), "error": _object({"type": TEXT, "message": TEXT}), "request_id": TEXT}
+)
 MODEL = _object(
     {
         "id": TEXT,
@@ -200,6 +227,7 @@ MEANINGS = {
     500: "The engine failed.",
     503: "The server is stopping or broken.",
     504: "The request took too long.",
+    529: "The server is stopping or broken.",
 }
 _BODY, _GENERATION = (400, 413, 415), (404, 429, 500, 504)
 
@@ -226,7 +254,8 @@ class Operation:
     @property
     def statuses(self) -> list[int]:
         """Of all its refusals."""
-        return sorted({401, 503, *self.refuses, *(_BODY if self.body is not None else ())})
+        closed = 529 if self.error is MESSAGE_ERROR else 503
+        return sorted({401, closed, *self.refuses, *(_BODY if self.body is not None else ())})
 
 
 _HELLO: Schema = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -235,6 +264,10 @@ OPERATIONS = (
               {**_HELLO, "max_tokens": 8}, _GENERATION, CHAT_CHUNK),
     Operation("POST", "/v1/completions", "Text to what follows", COMPLETION, bodies.CompletionBody,
               {"prompt": "Once", "max_tokens": 8}, _GENERATION, COMPLETION_CHUNK),
+    Operation("POST", "/v1/messages", "Messages to a reply, in Anthropic's words", MESSAGE, MessagesBody,
+              {**_HELLO, "max_tokens": 8}, _GENERATION, MESSAGE_EVENT, error=MESSAGE_ERROR),
+    Operation("POST", "/v1/messages/count_tokens", "How many tokens messages are", _object({"input_tokens": COUNT}),
+              CountBody, _HELLO, (404,), error=MESSAGE_ERROR),
     Operation("GET", "/v1/models", "The one model", _object({"object": _always("list"), "data": _list(MODEL)})),
     Operation("GET", "/v1/models/{name}", "The one model, by name", MODEL, refuses=(404,)),
     Operation("POST", "/tokenize", "Text to ids", TOKENS, bodies.TokenizeBody, {"content": "Hello"}),
@@ -294,7 +327,7 @@ def _narrow(components: dict[str, Schema], name: str) -> None:
             properties[field] = {"anyOf": [bounds, {"type": "null"}], "default": None}
         if "model" in properties:
             properties["model"] = {"enum": [name, None], "default": None}
-        if "role" in properties:
+        if struct["title"] == "MessageBody":
             properties["role"] = {"enum": list(ROLES)}
         if "messages" in properties:
             properties["messages"]["minItems"] = 1
