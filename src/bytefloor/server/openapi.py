@@ -15,6 +15,7 @@ from bytefloor.server import bodies
 from bytefloor.server.anthropic_bodies import CountBody, MessagesBody
 from bytefloor.server.guard import PUBLIC
 from bytefloor.server.page import FILES
+from bytefloor.server.responses_bodies import ResponseBody
 from bytefloor.text.chat import ROLES
 from bytefloor.text.tools import NAME
 
@@ -147,9 +148,33 @@ MESSAGE = _object(
         ),
     }
 )
-MESSAGE_EVENT: Schema = {"type": "object", "properties": {"type": TEXT}, "required": ["type"]}
+NAMED_EVENT: Schema = {"type": "object", "properties": {"type": TEXT}, "required": ["type"]}
 MESSAGE_ERROR = _object(
     {"type": _always("error"), "error": _object({"type": TEXT, "message": TEXT}), "request_id": TEXT}
+)
+RESPONSE: Schema = {
+    "type": "object",
+    "properties": {"id": TEXT, "object": _always("response"), "model": TEXT, "status": TEXT, "output": _list(MAP)},
+    "required": ["id", "object", "model", "status", "output", "usage"],
+}
+EMBEDDINGS = _object(
+    {
+        "object": _always("list"),
+        "data": _list(
+            _object(
+                {
+                    "object": _always("embedding"),
+                    "index": COUNT,
+                    "embedding": {"anyOf": [_list(NUMBER), TEXT]},
+                }
+            )
+        ),
+        "model": TEXT,
+        "usage": _object({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+        "pooling": TEXT,
+        "layer": TEXT,
+        "is_normalized": FLAG,
+    }
 )
 MODEL = _object(
     {
@@ -173,6 +198,7 @@ PROPS = _object(
         "token_bytes": _object({"empty": COUNT, "full": COUNT}),
         "card": _or_null(TEXT),
         "stream_gb_s": _or_null(NUMBER),
+        "embeddings": MAP,
         "context": COUNT,
         "n_sequences": COUNT,
         "chunk": COUNT,
@@ -234,8 +260,9 @@ _BODY, _GENERATION = (400, 413, 415), (404, 429, 500, 504)
 
 @dataclass(frozen=True)
 class Operation:
-    """One path and method. answer: the schema of a 200, of the content type kind; body: what it takes, such as example.
+    """One path and method. answer: the schema of a 200, of the content type kind; None where there is never one.
 
+    body: what it takes, such as example.
     refuses: statuses of refusals beside those that every path, and every body, may get; error: their schema.
     events: where the answer may come as events instead, the schema of each one's data but for a last ``[DONE]``.
     """
@@ -243,7 +270,7 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer: Schema
+    answer: Schema | None
     body: type[msgspec.Struct] | None = None
     example: Schema | None = None
     refuses: tuple[int, ...] = ()
@@ -265,9 +292,15 @@ OPERATIONS = (
     Operation("POST", "/v1/completions", "Text to what follows", COMPLETION, bodies.CompletionBody,
               {"prompt": "Once", "max_tokens": 8}, _GENERATION, COMPLETION_CHUNK),
     Operation("POST", "/v1/messages", "Messages to a reply, in Anthropic's words", MESSAGE, MessagesBody,
-              {**_HELLO, "max_tokens": 8}, _GENERATION, MESSAGE_EVENT, error=MESSAGE_ERROR),
+              {**_HELLO, "max_tokens": 8}, _GENERATION, NAMED_EVENT, error=MESSAGE_ERROR),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens messages are", _object({"input_tokens": COUNT}),
               CountBody, _HELLO, (404,), error=MESSAGE_ERROR),
+    Operation("POST", "/v1/responses", "Input to a response, which is not stored", RESPONSE, ResponseBody,
+              {"input": "Hello", "max_output_tokens": 8}, _GENERATION, NAMED_EVENT),
+    *(Operation(method, "/v1/responses/{rest}", "A stored response: there is none", None, refuses=(404,))
+      for method in ("GET", "POST", "DELETE")),
+    Operation("POST", "/v1/embeddings", "Texts to vectors", EMBEDDINGS, bodies.EmbeddingBody, {"input": "Hello"},
+              _GENERATION),
     Operation("GET", "/v1/models", "The one model", _object({"object": _always("list"), "data": _list(MODEL)})),
     Operation("GET", "/v1/models/{name}", "The one model, by name", MODEL, refuses=(404,)),
     Operation("POST", "/tokenize", "Text to ids", TOKENS, bodies.TokenizeBody, {"content": "Hello"}),
@@ -338,7 +371,7 @@ def _operation(asked: Operation, body: Schema | None) -> Schema:
     if asked.events is not None:
         content[EVENTS] = {"itemSchema": _event(asked.events)}
     error = asked.error or {"$ref": _REFS.format(name="Error")}
-    responses: Schema = {"200": {"description": "The answer.", "content": content}}
+    responses: Schema = {} if asked.answer is None else {"200": {"description": "The answer.", "content": content}}
     for status in asked.statuses:
         responses[str(status)] = {"description": MEANINGS[status], "content": {JSON: {"schema": error}}}
     found: Schema = {"summary": asked.summary, "responses": responses}
