@@ -255,8 +255,8 @@ def test_a_server_that_runs_is_asked_what_the_options_say(running: Live) -> None
     ]
     for row in rows:
         assert (row.errors, row.cached_tokens, row.model, row.n_parallel) == ({}, 0, "tiny", 3)
-        assert row.tok_s == pytest.approx(row.requests * 6 / row.wall_s, rel=0.01)
-        assert row.prompt_tok_s == pytest.approx(row.requests * row.n_prompt / row.wall_s, rel=0.01)
+        assert row.tok_s == pytest.approx(row.requests * 6 / row.wall_s, rel=0.05)
+        assert row.prompt_tok_s == pytest.approx(row.requests * row.n_prompt / row.wall_s, rel=0.05)
         assert row.ttft_ms_p50 is not None
         assert row.latency_ms_p50 is not None
         assert 0 < row.ttft_ms_p50 < row.latency_ms_p50
@@ -280,7 +280,7 @@ def test_requests_that_fail_are_counted_and_said(opened: Opened, capsys: pytest.
         (row,) = bench_serve(None, running.url, LoadOptions((3,), (10,), 4, 1))
     assert row.errors == {"HTTP 429": 2}
     assert "2 of 3 requests failed: {'HTTP 429': 2}" in capsys.readouterr().err
-    assert row.tok_s == pytest.approx(4 / row.wall_s, rel=0.01)
+    assert row.tok_s == pytest.approx(4 / row.wall_s, rel=0.05)
 
 
 def test_a_server_that_stops_is_none(running: Live) -> None:
