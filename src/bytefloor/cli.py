@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +13,11 @@ import typer
 from typer.core import TyperGroup
 
 from bytefloor import __version__
+from bytefloor.cli_bench import bench_app
+from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, parse_size
 from bytefloor.errors import BytefloorError, RequestError
 from bytefloor.tools import interrupt
+from bytefloor.tools.packages import SERVER, require
 
 
 class Verbs(TyperGroup):
@@ -65,27 +67,9 @@ app = typer.Typer(
 )
 
 
-def parse_size(text: str) -> int:
-    """32768, 32k or 1m."""
-    digits, factor = text.strip().lower(), 1
-    for suffix, value in (("k", 1024), ("m", 1024 * 1024)):
-        if digits.endswith(suffix):
-            digits, factor = digits[:-1], value
-    try:
-        return int(float(digits) * factor)
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r}: expected a number such as 4096 or 32k") from None
-
-
 ModelOption = Annotated[
     str | None,
     typer.Option("-m", "--model", help="A file, a directory, or a pulled name; without it the installed demo model."),
-]
-ContextOption = Annotated[
-    Any,
-    typer.Option(
-        "-c", "--context", parser=parse_size, metavar="N", help="Positions of prompt and answer together (32k)."
-    ),
 ]
 TokensOption = Annotated[int, typer.Option("-n", "--tokens", help="Most tokens of an answer; -1: until it ends.")]
 SeedOption = Annotated[int | None, typer.Option("-s", "--seed", help="Makes sampling repeatable; 0 is a seed.")]
@@ -97,17 +81,8 @@ PenaltyOption = Annotated[float, typer.Option("--repeat-penalty", help="Above 1 
 StopOption = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="End the answer at this text; may be repeated.")
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 WeightsOption = Annotated[
     str, typer.Option("--weights", help="float32, or bf16: half the bytes a token reads, a little less exact.")
-]
-KvOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv",
-        metavar="TYPE",
-        help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8.",
-    ),
 ]
 SpeculationOption = Annotated[
     bool, typer.Option("--no-speculation", help="Never compute ahead what the text has said before.")
@@ -243,6 +218,7 @@ def serve(
     device: DeviceOption = "auto",
 ) -> None:
     """Answer over HTTP, as OpenAI's API does."""
+    require(SERVER, "serve")
     with interrupt.at_once():
         from bytefloor.server.service import ServerOptions
         from bytefloor.tools.serve import serve_model
@@ -281,113 +257,7 @@ def inspect(
         print_report(report, gb_s, tensors)
 
 
-bench_app = typer.Typer(invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
-
-OutputOption = Annotated[str, typer.Option("-o", "--output", help="md, json or csv.")]
-SaveOption = Annotated[Path | None, typer.Option("--save", help="Write the rows to this file too, as JSON.")]
-RepeatsOption = Annotated[int, typer.Option("-r", "--repeats", help="Measurements of which the median counts.")]
-
-
-@bench_app.callback()
-def bench(
-    call: typer.Context,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("-m", "--model", metavar="MODEL", help="May be repeated; synthetic:MODEL/MIXTURE too."),
-    ] = None,
-    prompts: Annotated[str, typer.Option("-p", "--prompt", help="Prompt lengths, by commas; empty for none.")] = "512",
-    tokens: Annotated[int, typer.Option("-n", "--tokens", help="Tokens of a measurement.")] = 128,
-    depths: Annotated[str, typer.Option("-d", "--depth", help="Positions in the cache before it, by commas.")] = "0",
-    batches: Annotated[str, typer.Option("-b", "--batch", help="Sequences that decode together, by commas.")] = "1",
-    repeats: RepeatsOption = 5,
-    context: ContextOption = None,
-    kv: KvOption = None,
-    output: OutputOption = "md",
-    save: SaveOption = None,
-    device: DeviceOption = "auto",
-) -> None:
-    """Measure tokens a second, and their share of the floor."""
-    if call.invoked_subcommand is not None:
-        _refuse_options_before(call)
-        return
-    with interrupt.at_once():
-        from bytefloor.tools.bench import BenchOptions
-        from bytefloor.tools.bench import bench as measure
-
-    _check_bench(output, repeats)
-    if tokens < 1:
-        raise RequestError(f"-n {tokens}: expected at least 1")
-    options = BenchOptions(
-        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context, kv,
-        _sizes("-b", batches, 1),
-    )  # fmt: skip
-    names: list[str | None] = [*(model or ())] or [None]
-    _write_rows((row for name in names for row in measure(name, options)), output, save)
-
-
-@bench_app.command()
-def kernels(
-    formats: Annotated[str, typer.Option("-f", "--formats", help="Weight formats, by commas; empty for all.")] = "",
-    shapes: Annotated[
-        str, typer.Option("-s", "--shapes", help="Shapes or words of their names (75MB, qwen3-8b, down), by commas.")
-    ] = "",
-    rows: Annotated[
-        str,
-        typer.Option("--rows", help="By commas: instead, products of so many rows, against unpacking and cuBLAS."),
-    ] = "",
-    repeats: RepeatsOption = 7,
-    output: OutputOption = "md",
-    save: SaveOption = None,
-) -> None:
-    """Time each kernel alone, over weights that no cache holds."""
-    with interrupt.at_once():
-        from bytefloor.tools.bench_kernels import KernelOptions, bench_kernels
-        from bytefloor.tools.bench_row_products import bench_row_products
-
-    _check_bench(output, repeats)
-    words = [tuple(part.strip() for part in text.split(",") if part.strip()) for text in (formats, shapes)]
-    options = KernelOptions(words[0], words[1], repeats, _sizes("--rows", rows, 1))
-    _write_rows(bench_row_products(options) if options.rows else bench_kernels(options), output, save)
-
-
-def _refuse_options_before(call: typer.Context) -> None:
-    """Options of bench itself say nothing to what it calls, and would be lost."""
-    for parameter in call.command.params:
-        source = call.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE":
-            verb = f"bench {call.invoked_subcommand}"
-            raise RequestError(f"{parameter.opts[0]}: stands before {call.invoked_subcommand}; see bytefloor {verb} -h")
-
-
-def _check_bench(output: str, repeats: int) -> None:
-    if output not in ("md", "json", "csv"):
-        raise RequestError(f"-o {output}: expected md, json or csv")
-    if repeats < 1:
-        raise RequestError(f"-r {repeats}: expected at least 1")
-
-
-def _sizes(flag: str, text: str, least: int) -> tuple[int, ...]:
-    """Numbers by commas, none below the least."""
-    try:
-        sizes = tuple(parse_size(part) for part in text.split(",") if part.strip())
-    except typer.BadParameter as error:
-        raise RequestError(f"{flag} {text}: {error.message}") from None
-    if any(size < least for size in sizes):
-        raise RequestError(f"{flag} {text}: expected numbers from {least}")
-    return sizes
-
-
-def _write_rows(rows: Iterable[Any], output: str, save: Path | None) -> None:
-    """Each row as it is measured; what came before an error or Ctrl-C is kept."""
-    from bytefloor.tools.bench_rows import RowWriter
-
-    writer = RowWriter(output, save)
-    try:
-        for row in rows:
-            writer.add(row)
-    finally:
-        writer.finish()
 
 
 @app.command()

@@ -103,10 +103,10 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint.directory or checkpoint.path.parent, checkpoint.metadata)
 
 
-def open_engine(path: Path, options: EngineOptions, progress: Progress | None = None) -> Opened:
+def open_engine(source: Path | Checkpoint, options: EngineOptions, progress: Progress | None = None) -> Opened:
     """Reads headers, builds the tokenizer, loads the weights. Refuses before it allocates what does not fit."""
     device = choose_device(options.device)
-    checkpoint = open_checkpoint(path)
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     model = load_model(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     context = choose_context(options.context, model)

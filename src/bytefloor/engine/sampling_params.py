@@ -14,7 +14,7 @@ BAN_AT = -100.0
 """OpenAI's convention: a bias of -100 bans. Here it does so exactly."""
 
 _COUNT_MAX = 2**31 - 1
-_RANGES: dict[str, tuple[type, float, float]] = {
+RANGES: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 100),
     "top_k": (int, 0, _COUNT_MAX),
     "top_p": (float, 0, 1),
@@ -72,7 +72,7 @@ class SamplingParams:
     logprobs_after: bool = False
 
     def __post_init__(self) -> None:
-        for name, (kind, low, high) in _RANGES.items():
+        for name, (kind, low, high) in RANGES.items():
             value = getattr(self, name)
             if not (value is None and name in _MAY_BE_NONE):
                 check_number(name, value, kind, low, high)

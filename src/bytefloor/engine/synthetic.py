@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from bytefloor.errors import RequestError
@@ -139,6 +140,24 @@ def checkpoint_of(name: str, shape: Shape, mixture: str, device: torch.device | 
         for tensor, size in _tensor_shapes(shape).items()
     }
     return Checkpoint(Path(name), "gguf", _metadata(name, shape), tensors)
+
+
+def with_tokenizer(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with a vocabulary, so that an engine can be opened: bytes, words that nobody can ask for, an end."""
+    n_tokens = checkpoint.tensors["token_embd.weight"].shape[0]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"\u0120w{i}" for i in range(len(alphabet), n_tokens - 1)]  # each with a space before it
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*alphabet, *words, "<end>"],
+        "token_type": [1] * (n_tokens - 1) + [3],
+        "merges": [],
+        "eos_token_id": n_tokens - 1,
+        "add_bos_token": False,
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return replace(checkpoint, metadata={**checkpoint.metadata, **named})
 
 
 def _is_global(shape: Shape, layer: int) -> bool:

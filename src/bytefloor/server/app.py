@@ -30,6 +30,7 @@ from bytefloor.server.embeddings import LABEL, Embedding, ask_embeddings, embedd
 from bytefloor.server.event_stream import EventStream, event, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
+from bytefloor.server.openapi import document
 from bytefloor.server.page import page_routes
 from bytefloor.server.progress import EVERY_S, Progress
 from bytefloor.server.refusal import Refusal
@@ -64,13 +65,14 @@ def create_app(service: Service) -> Starlette:
         yield
         await service.worker.stop()
 
-    def refuse_path(request: Request, error: Exception) -> Response:
+    # Not plain functions: those would go through a pool of threads each time.
+    async def refuse_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         found = {404: "no such path here", 405: "the path does not know this method"}
         refusal = Refusal(error.status_code, found.get(error.status_code, error.detail))
         return refused(refusal, request.scope, error.headers)
 
-    def refuse(request: Request, error: Exception) -> Response:
+    async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
         return refused(error, request.scope)
 
@@ -119,6 +121,7 @@ class Endpoints:
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/props", self.props, methods=["GET"]),
             *page_routes(),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
         ]
 
     # Text -------------------------------------------------------------------------------------------------------------
@@ -333,3 +336,7 @@ class Endpoints:
                 },
             }
         )
+
+    async def openapi(self, _: Request) -> ASGIApp:
+        """What all paths take and give."""
+        return _json(document(self._served.name, self._service.options.api_key is not None))

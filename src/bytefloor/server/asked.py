@@ -88,7 +88,7 @@ def ask_completion(body: CompletionBody, served: Served) -> Asked:
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     choices: list[Choice] = []
     for place, (at, prompt) in enumerate(plain_prompts(body.prompt, served, "prompt", MAX_CHOICES)):
-        request = _request(body, served, prompt, max_tokens, body.logprobs or 0, at)
+        request = _request(body, served, prompt, max_tokens, body.logprobs or 0, at, bool(body.ignore_eos))
         choices += _choices(body, request, prompt, place)
         if len(choices) > MAX_CHOICES:
             raise bad_field("prompt", f"prompts times n make more than {MAX_CHOICES} answers, the most there may be")
@@ -147,18 +147,28 @@ def _not_supported(name: str) -> Refusal:
 
 
 def _request(
-    body: GenerationFields, served: Served, prompt: ChatPrompt, max_tokens: int | None, n_logprobs: int, at: str
+    body: GenerationFields,
+    served: Served,
+    prompt: ChatPrompt,
+    max_tokens: int | None,
+    n_logprobs: int,
+    at: str,
+    ignores_end: bool = False,
 ) -> Request:
     """at: the field that the prompt came from."""
     in_range("max_tokens", body.max_tokens, int, 1, _COUNT_MAX)
+    grammar = grammar_of(body, prompt, served.grammars)
+    if grammar is not None and ignores_end:
+        raise bad_field("ignore_eos", "ignore_eos is given with a form of the answer, which says where it ends")
     request = Request(
         prompt_ids=tuple(prompt.ids),
         max_tokens=max_tokens,
         sampling=sampling_params(body, n_logprobs, served),
         stops=_stops(body.stop),
-        detects_loops=served.detects_loops,
+        ignores_end=ignores_end,
+        detects_loops=served.detects_loops and not ignores_end,
         shown_ids=prompt.keep_special,
-        grammar=grammar_of(body, prompt, served.grammars),
+        grammar=grammar,
         thinking=prompt.thinking,
     )
     try:

@@ -142,6 +142,8 @@ class CompletionBody(GenerationFields, kw_only=True):
     """POST /v1/completions. prompt: a text, several, token ids, or several lists of those."""
 
     prompt: str | list[Any]
+    # Tokens that end a turn are text as any other: for measuring, as other servers have it.
+    ignore_eos: bool | None = None
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

@@ -262,6 +262,8 @@ class Worker:
             if delta.finish is not None and handle.request_id is not None:
                 self._handles.pop(handle.request_id, None)
         if deltas:
+            # Whoever hears of an end finds it in the figures too.
+            self.load = self._engine.load
             self._post(self._deliver, deltas)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:

@@ -27,7 +27,7 @@ from bytefloor.text.tools import ToolChoice, check_choice, read_tools
 __all__ = ["ChatPrompt", "ChatTemplate", "Message", "ReasoningSplitter", "ReasoningTags", "ToolCall"]
 
 # A role is written by templates into the turn's very tokens, so it cannot be free text.
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -284,8 +284,8 @@ def _check(messages: Sequence[Message]) -> None:
     if not messages:
         raise RequestError("there are no messages to reply to")
     for message in messages:
-        if message.role not in _ROLES:
-            raise RequestError(f"a message has the role {message.role!r}, expected one of {', '.join(_ROLES)}")
+        if message.role not in ROLES:
+            raise RequestError(f"a message has the role {message.role!r}, expected one of {', '.join(ROLES)}")
 
 
 def _system_folded(messages: Sequence[Message]) -> list[Message]:

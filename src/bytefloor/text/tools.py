@@ -12,7 +12,7 @@ from bytefloor.errors import RequestError
 Mode = Literal["auto", "none", "required", "named"]
 
 # Templates write names into the call's own syntax, unquoted on some, so they cannot be free text.
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
 
 def _read_function(function: Mapping[str, Any], path: str) -> Tool:
     name = _member(function, "name", str, f"{path}.name", "a name")
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise RequestError(f"{path}.name is {name!r}, expected 1 to 128 letters, digits, '_', '.' or '-'")
     description = function.get("description")
     if description is not None and not isinstance(description, str):

@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from bytefloor.engine.engine import Engine
-from bytefloor.engine.loading import EngineOptions, Opened, open_engine
+from bytefloor.engine.loading import EngineOptions, Opened, choose_device, open_engine
 from bytefloor.engine.progress import LOADING
 from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampler import Sampled
+from bytefloor.engine.synthetic import is_synthetic, make_checkpoint, with_tokenizer
 from bytefloor.errors import RequestError
+from bytefloor.files.stored import Checkpoint
 from bytefloor.text.reasoning import Channel, ReasoningSplitter
 from bytefloor.tools import interrupt
 from bytefloor.tools.models import find_model
@@ -56,10 +59,16 @@ class OpeningBar:
 
 def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
     """Notices and the bar go to standard error, so that standard output is the answer alone."""
-    path = find_model(name)
-    opening = OpeningBar(Console(stderr=True, highlight=False), path.name)
+    source: Path | Checkpoint
+    if is_synthetic(name):
+        assert name is not None
+        source, shown = with_tokenizer(make_checkpoint(name, choose_device(options.device))), name
+    else:
+        source = find_model(name)
+        shown = source.name
+    opening = OpeningBar(Console(stderr=True, highlight=False), shown)
     with opening.bar:
-        opened = open_engine(path, options, opening)
+        opened = open_engine(source, options, opening)
     for notice in opened.notices:
         opening.note(notice)
     return opened

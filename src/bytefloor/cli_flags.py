@@ -1,0 +1,36 @@
+"""Flags that verbs share, and how their values are read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def parse_size(text: str) -> int:
+    """32768, 32k or 1m."""
+    digits, factor = text.strip().lower(), 1
+    for suffix, value in (("k", 1024), ("m", 1024 * 1024)):
+        if digits.endswith(suffix):
+            digits, factor = digits[:-1], value
+    try:
+        return int(float(digits) * factor)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r}: expected a number such as 4096 or 32k") from None
+
+
+ContextOption = Annotated[
+    Any,
+    typer.Option(
+        "-c", "--context", parser=parse_size, metavar="N", help="Positions of prompt and answer together (32k)."
+    ),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+KvOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        metavar="TYPE",
+        help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8.",
+    ),
+]
