@@ -265,13 +265,15 @@ class TwinKernel(RowTwins, FlashTwin):
         position = position[None].long()
         first, rows = torch.zeros(1, dtype=torch.int64), table[None].long()
         q = self._turned(heads[:n_heads], q_weight, frequencies, position)
-        if self.n("OWNS_KV"):
+        if self.n("OWNS_KV") or self.n("MODE") == 1:
             k = heads[n_heads : n_heads + j]
             v = k if self.n("V_FROM_K") else heads[n_heads + j :]
             k = self._turned(k, k_weight, frequencies, position)
             if self.n("V_NORM"):
                 v = OPS["rms_norm"].reference(v, self.f("EPS"))
             OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, storage, rotated)
+        if self.n("MODE") == 1:
+            return
         window = self.n("WINDOW") or None
         mixed = OPS["attention"].reference(
             q[None], position, first, rows, cache, self.f("SCALE"), window, storage, rotated, read_norm

@@ -17,8 +17,9 @@ from bytefloor.engine.batch import Batch, part_of
 from bytefloor.engine.batch_loop import BatchLoop
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
-from bytefloor.engine.device_batch import BatchGraph, DecodingRow, sizes_for
+from bytefloor.engine.device_batch import BatchGraph, DecodingRow, draft_sizes_for, sizes_for
 from bytefloor.engine.device_highest import DeviceHighest, highest_specs
+from bytefloor.engine.device_memory import allocate, for_tokens
 from bytefloor.engine.device_sampler import sampler_bytes
 from bytefloor.engine.device_support import check_list, device_architecture
 from bytefloor.engine.kernels import current, load_kernels
@@ -32,8 +33,7 @@ from bytefloor.engine.row_sampler import RowSampler, row_sampler_bytes, row_samp
 from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
-from bytefloor.model.step import CacheKind, Step
-from bytefloor.ops.pages import page_shape
+from bytefloor.model.step import Step
 
 MOST_ROWS_ONE_BY_ONE = 1
 """Rows of a sequence that go through the decode graph one after another; more are cheaper together."""
@@ -44,6 +44,7 @@ class DeviceExecutor:
 
     step: the plain list, with 16-bit activation codes and a cache of bf16, int8 or fp8.
     banned_ids: tokens that ``decode_greedy`` never takes. advice: ends the error of a model that does not fit.
+    draft_rows: the most rows of one sequence, all wanted, that are to get the bits which each gets alone: 1, 4, 8, 16.
 
     What needs no memory comes first: plan, refuse, compile. Then memory is taken and weights are packed.
     UnsupportedError when a weight's format, a shape or the device has no kernel: whoever asked may take the reference
@@ -59,6 +60,7 @@ class DeviceExecutor:
         banned_ids: frozenset[int] = frozenset(),
         progress: Progress | None = None,
         advice: str = "",
+        draft_rows: int = 1,
     ) -> None:
         self.step, self.plan, self.device = step, plan, torch.device(device)
         progress = progress or Silent()
@@ -66,43 +68,56 @@ class DeviceExecutor:
         self.architecture = device_architecture(self.device)
         check_list(step)
         self.weights = PackedWeights(fused, self.device)
-        launches, memory_plan = self._rehearse(fused, progress)
+        launches, memory_plan = self._rehearse(fused, draft_rows, progress)
         self.memory_plan = place_table(memory_plan)
         if self.memory_plan.on_host:
             self.weights.keep_table_on_host()
         check_memory(self.memory_plan, progress, advice)
         finders = highest_specs(self._n_vocabulary)
         specs = [*(launch.kernel for launch in launches), *self._row_specs, *finders.values()]
-        specs += row_sampler_specs(self._n_vocabulary) if plan.n_sequences > 1 else []
+        specs += row_sampler_specs(self._n_vocabulary) if self._most_drawn > 1 else []
         with current(self.device):
             kernels = load_kernels(specs, self.architecture, partial(progress.advance, COMPILING))
         self.weights.allocate()
         self._stream = torch.cuda.Stream(self.device)
         self._banned_ids = banned_ids
-        self._memory = self._allocate(banned_ids)
+        self._memory = allocate(step, plan, self.device, banned_ids)
         # Pinned, so that the copy to the device does not wait.
         self._host_state = torch.zeros(2, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._shown_tables: dict[str, list[int]] = {}
         planner = LaunchPlanner(fused, self.weights, self._memory)
         self.launches = planner.plan_all()
         self._written = planner.written
-        batches = [
-            LaunchPlanner(fused, self.weights, self._for_tokens(self._memory, size)) for size in self.batch_sizes
-        ]
-        batch_launches = [batch.plan_all() for batch in batches]
+        batches, drafts = (self._plan_graphs(fused, of_one) for of_one in (False, True))
         self.weights.pack(progress)
         torch.cuda.empty_cache()  # what packing took is of no size and stream that a prompt could use again
         self._highest = DeviceHighest(self._n_vocabulary, {key: kernels[spec] for key, spec in finders.items()})
         self._kernels = kernels
         self._graph = self._capture(self.launches)
-        self._batches = {
-            batch.n_tokens: BatchGraph(batch.memory, found, batch.written, self._capture(found).replay)
-            for batch, found in zip(batches, batch_launches, strict=True)
-        }
+        self._batches, self._drafts = self._capture_all(batches), self._capture_all(drafts)
         self._prompts = PromptRunner(self._plan_rows(fused, self._memory), kernels, self._stream)
 
-    most_draft_rows = 1
-    """Rows of a sequence, all wanted, that get the bits which each gets alone."""
+    @property
+    def most_draft_rows(self) -> int:
+        """Rows of a sequence, all wanted, that get the bits which each gets alone."""
+        return max(self.draft_sizes, default=1)
+
+    @property
+    def _most_drawn(self) -> int:
+        """Rows whose tokens the device may be asked for at once."""
+        return max(self.plan.n_sequences, self.most_draft_rows)
+
+    def _plan_graphs(self, fused: Sequence[Fused], of_one: bool) -> list[tuple[LaunchPlanner, list[Launch]]]:
+        """Of several sequences' rows, for each number that there is a graph for; or of one sequence's."""
+        sizes = self.draft_sizes if of_one else self.batch_sizes
+        planners = [LaunchPlanner(fused, self.weights, for_tokens(self._memory, size), of_one) for size in sizes]
+        return [(planner, planner.plan_all()) for planner in planners]
+
+    def _capture_all(self, planned: Sequence[tuple[LaunchPlanner, list[Launch]]]) -> dict[int, BatchGraph]:
+        return {
+            one.n_tokens: BatchGraph(one.memory, launches, one.written, self._capture(launches).replay)
+            for one, launches in planned
+        }
 
     # --- memory
 
@@ -130,33 +145,38 @@ class DeviceExecutor:
         """Bytes of the page pools."""
         return sum(self.plan.n_bytes(kind, self.step.n_cache_layers[kind.name]) for kind in self.step.kinds)
 
-    def _rehearse(self, fused: Sequence[Fused], progress: Progress) -> tuple[list[Launch], MemoryPlan]:
+    def _rehearse(self, fused: Sequence[Fused], draft_rows: int, progress: Progress) -> tuple[list[Launch], MemoryPlan]:
         """The launches and all bytes, from planning without memory; which numbers of tokens there are graphs for."""
-        self.batch_sizes: tuple[int, ...] = ()
+        sizes: dict[bool, tuple[int, ...]] = {False: (), True: ()}
         with Rehearsal() as rehearsal:
-            memory = self._allocate(frozenset())
+            memory = allocate(self.step, self.plan, self.device, frozenset())
             launches = LaunchPlanner(fused, self.weights, memory).plan_all()
             n_bytes = rehearsal.n_bytes
-            for size in sizes_for(self.plan.n_sequences):
-                try:
-                    launches += LaunchPlanner(fused, self.weights, self._for_tokens(memory, size)).plan_all()
-                except UnsupportedError as error:
-                    most = max(self.batch_sizes, default=1)
-                    progress.note(f"no more than {most} sequences a pass over the weights: {error}")
-                    break
-                self.batch_sizes += (size,)
-                n_bytes = rehearsal.n_bytes
+            for of_one, wanted in ((False, sizes_for(self.plan.n_sequences)), (True, draft_sizes_for(draft_rows))):
+                for size in wanted:
+                    try:
+                        launches += LaunchPlanner(fused, self.weights, for_tokens(memory, size), of_one).plan_all()
+                    except UnsupportedError as error:
+                        whose = "tokens of a draft" if of_one else "sequences"
+                        most = max(sizes[of_one], default=1)
+                        progress.note(f"no more than {most} {whose} a pass over the weights: {error}")
+                        break
+                    sizes[of_one] += (size,)
+                    n_bytes = rehearsal.n_bytes
             before = rehearsal.n_bytes
             rows = self._plan_rows(fused, memory)
             n_bytes += rehearsal.n_bytes - before
+        self.batch_sizes, self.draft_sizes = sizes[False], sizes[True]
         self._row_specs = rows.specs()
         beside_cache = n_bytes - self.cache_bytes()
         # A request's sampler stays while the next prompt runs.
         running = rows.running_bytes() + sampler_bytes(self._n_vocabulary, self.plan.capacity)
         # Logits of sequences that decode together wait for a prompt beside them, and are stacked then.
         running += 2 * max(self.batch_sizes, default=0) * self._n_vocabulary * 4
+        if self._most_drawn > 1:
+            running += row_sampler_bytes(self._n_vocabulary, self._most_drawn)
         if self.plan.n_sequences > 1:
-            running += rows.decoding_bytes() + row_sampler_bytes(self._n_vocabulary, self.plan.n_sequences)
+            running += rows.decoding_bytes()
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
         n_positions = self.plan.most_positions
@@ -165,45 +185,6 @@ class DeviceExecutor:
     def _plan_rows(self, fused: Sequence[Fused], memory: DeviceMemory) -> RowPlanner:
         most_rows = max(min(self.plan.chunk, self.plan.n_sequences * self.plan.capacity), self.plan.n_sequences)
         return RowPlanner(fused, self.weights, self.plan, memory.pools, most_rows, self.device)
-
-    def _for_tokens(self, memory: DeviceMemory, n_tokens: int) -> DeviceMemory:
-        """The same pages for several tokens at once; all else of their own."""
-        step_number = torch.tensor([0, 0, 1], dtype=torch.int32, device=self.device)
-        return DeviceMemory(
-            plan=self.plan,
-            device=self.device,
-            pools=memory.pools,
-            tables={name: self._ints(n_tokens, table.shape[0]) for name, table in memory.tables.items()},
-            state=step_number.repeat(n_tokens, 1),
-            history=self._ints(n_tokens, self.plan.capacity + 1),
-            banned=memory.banned,
-            logits=torch.zeros(n_tokens, self._n_vocabulary, device=self.device),
-            n_tokens=n_tokens,
-        )
-
-    def _allocate(self, banned_ids: frozenset[int]) -> DeviceMemory:
-        v = self._n_vocabulary
-        banned = torch.zeros(v, dtype=torch.uint8, device=self.device)
-        banned[sorted(banned_ids)] = 1
-        tables = {kind.name: self._ints(self.plan.n_table(kind)) for kind in self.step.kinds}
-        return DeviceMemory(
-            plan=self.plan,
-            device=self.device,
-            pools={kind.name: self._pool(kind) for kind in self.step.kinds},
-            tables=tables,
-            state=torch.tensor([0, 0, 1], dtype=torch.int32, device=self.device),
-            history=self._ints(self.plan.capacity + 1),
-            banned=banned,
-            logits=torch.zeros(v, device=self.device),
-        )
-
-    def _ints(self, *shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int32, device=self.device)
-
-    def _pool(self, kind: CacheKind) -> Tensor:
-        page, dtype = page_shape(kind.storage, kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
-        shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # --- running
 
@@ -282,7 +263,9 @@ class DeviceExecutor:
         if together:
             found |= self._run_together(batch, together, is_eager)
         others = [rows for rows in rows_of.values() if rows[0] not in together]
-        alone = others if is_eager else [single] if len(single) == 1 else []
+        wanted = set(batch.wanted)
+        drafted = [rows for rows in others if 1 < len(rows) <= self.most_draft_rows and wanted.issuperset(rows)]
+        alone = others if is_eager else [*([single] if len(single) == 1 else []), *drafted]
         for rows in alone:
             part = part_of(batch, rows)
             self._show({name: tables[0] for name, tables in part.tables.items()})
@@ -302,9 +285,12 @@ class DeviceExecutor:
         self.launch_all(graph.launches) if is_eager else graph.replay()
         return dict(zip(rows, graph.memory.logits[: len(rows)].clone(), strict=True))
 
-    def _place(self, batch: Batch, rows: Sequence[int], tokens: Tensor | None = None) -> BatchGraph:
+    def _place(
+        self, batch: Batch, rows: Sequence[int], tokens: Tensor | None = None, of_one: bool = False
+    ) -> BatchGraph:
         """The graph that has room for these rows, with them in it. tokens: see ``BatchGraph.place``."""
-        graph = next(graph for size, graph in sorted(self._batches.items()) if size >= len(rows))
+        graphs = self._drafts if of_one else self._batches
+        graph = next(graph for size, graph in sorted(graphs.items()) if size >= len(rows))
         decoding = [
             DecodingRow(
                 batch.tokens[row],
@@ -318,7 +304,12 @@ class DeviceExecutor:
 
     def _run_alone(self, batch: Batch, is_eager: bool) -> Tensor:
         """Logits of the wanted rows of one sequence, whose tables are shown."""
-        if len(batch.tokens) > MOST_ROWS_ONE_BY_ONE and not is_eager:
+        n = len(batch.tokens)
+        if 1 < n <= self.most_draft_rows and len(batch.wanted) == n:
+            graph = self._place(batch, range(n), of_one=True)
+            self.launch_all(graph.launches) if is_eager else graph.replay()
+            return graph.memory.logits[:n].clone()
+        if n > MOST_ROWS_ONE_BY_ONE and not is_eager:
             return self._prompts.run(batch)
         found: dict[int, Tensor] = {}
         for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
@@ -382,10 +373,10 @@ class DeviceExecutor:
 
     def make_batch_loop(self) -> BatchLoop | None:
         """The same of several sequences."""
-        if self.plan.n_sequences == 1:
+        if self._most_drawn == 1:
             return None
         kernels = {each: self._kernels[each] for each in row_sampler_specs(self._n_vocabulary)}
-        sampler = RowSampler(self._memory.banned, self.plan.n_sequences, kernels)
+        sampler = RowSampler(self._memory.banned, self._most_drawn, kernels)
         return BatchLoop(self._start_together, sampler, self._banned_ids, self._stream, self.device)
 
     def _start_together(self, batch: Batch, tokens: Tensor | None) -> Tensor:
@@ -433,7 +424,7 @@ class DeviceExecutor:
             pool.view(torch.uint8).fill_(0xFF)
         for buffer in (*self._written, self._memory.logits):
             buffer.view(torch.int32).fill_(nan)
-        for batch in self._batches.values():
+        for batch in (*self._batches.values(), *self._drafts.values()):
             batch.poison()
         # A fill that came late would take back a parity that a running step has given.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))

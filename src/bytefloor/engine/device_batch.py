@@ -28,6 +28,11 @@ def sizes_for(n_sequences: int) -> tuple[int, ...]:
     return tuple(size for size in SIZES if size <= enough)
 
 
+def draft_sizes_for(n_rows: int) -> tuple[int, ...]:
+    """Likewise of one sequence's rows, up to n_rows of them."""
+    return tuple(size for size in SIZES if size <= n_rows)
+
+
 @dataclass(frozen=True)
 class DecodingRow:
     """A sequence's next token, its position, and its page table of each cache kind."""

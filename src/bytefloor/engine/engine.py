@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
+from torch import Tensor
 
 from bytefloor.engine.ahead import Ahead
 from bytefloor.engine.batch import Batch, PageCopy
@@ -17,6 +15,7 @@ from bytefloor.engine.executor import Executor
 from bytefloor.engine.pages import Load, Pages
 from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, Reading, Request
 from bytefloor.engine.request_check import check_request
+from bytefloor.engine.row_sampler import Draw
 from bytefloor.engine.sampler import Sampled, never_sampled
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.engine.sequence import SequenceState
@@ -210,7 +209,7 @@ class Engine:
     def _run(self, rows: list[tuple[SequenceState, int]], copies: list[PageCopy], drafts: Drafts) -> list[Delta]:
         """Compute rows whose pages are there, and take what the last one of each sequence and its drafts give."""
         batch, samplers = self._make_batch(rows, copies, drafts)
-        draws = {sequence: self._ahead.draw(sequence) for sequence in samplers if sequence not in drafts}
+        draws = {sequence: self._ahead.draw(sequence) for sequence in samplers}
         try:
             logits = self.executor.run(batch)
         except BaseException:
@@ -227,18 +226,21 @@ class Engine:
         if self._speculation.is_on:
             for sequence, _ in rows:
                 sequence.ngrams.take_in(sequence.cache.length)
-        ends = list(accumulate(1 + len(drafts.get(sequence, ())) for sequence in samplers))
-        asked = {end - 1: draw for end, sequence in zip(ends, samplers, strict=True) if (draw := draws.get(sequence))}
-        places = {end - 1: len(sequence.ids) - 1 for end, sequence in zip(ends, samplers, strict=True)}
+        asked: dict[int, Draw] = {}
+        places: dict[int, int] = {}
+        firsts: dict[SequenceState, int] = {}
+        end = 0
+        for sequence in samplers:
+            firsts[sequence], end = end, end + 1 + len(drafts.get(sequence, ()))
+            if (draw := draws[sequence]) is not None:
+                asked |= dict.fromkeys(range(firsts[sequence], end), draw)
+                places |= {row: len(sequence.ids) - 1 + row - firsts[sequence] for row in range(firsts[sequence], end)}
         drawn = self._ahead.sample(logits, asked, places)
         deltas: list[Delta] = []
-        for sequence, end in zip(samplers, ends, strict=True):
+        for sequence, first in firsts.items():
             draft = drafts.get(sequence, [])
-            if (sampled := drawn.get(end - 1)) is not None:
-                sequence.sampler.accept(sampled.id)
-                deltas.append(self._take(sequence, sampled))
-                continue
-            deltas += self._postprocess(sequence, logits[end - 1 - len(draft) : end].float().cpu().numpy(), draft)
+            found = [drawn.get(row) for row in range(first, first + 1 + len(draft))]
+            deltas += self._postprocess(sequence, found, logits[first : first + 1 + len(draft)], draft)
         return deltas
 
     def _embed(self, rows: list[tuple[EmbeddingState, int]]) -> list[Delta]:
@@ -346,16 +348,25 @@ class Engine:
                 samplers.append(sequence)
         return batch, samplers
 
-    def _postprocess(self, sequence: SequenceState, logits: npt.NDArray[np.floating], draft: list[int]) -> list[Delta]:
-        """logits: [1 + drafts, V]. A row counts for as long as the drafts before it are what was drawn."""
+    def _postprocess(
+        self, sequence: SequenceState, found: Sequence[Sampled | None], logits: Tensor, draft: list[int]
+    ) -> list[Delta]:
+        """found: of 1 + drafts rows what the device has drawn; None where that is the host's, from logits, a row each.
+
+        A row counts for as long as the drafts before it are what was drawn.
+        """
         deltas: list[Delta] = []
         sequence.drafting.n_draft += len(draft)
         n_accepted = 0
-        for row in logits:
+        for row, drawn in enumerate(found):
             if deltas:
                 sequence.cache.commit(1)
             try:
-                sampled = sequence.sample(row)
+                if drawn is not None and sequence.has_free_choice:
+                    sampled = drawn
+                    sequence.sampler.accept(sampled.id)
+                else:
+                    sampled = sequence.sample(logits[row].float().cpu().numpy())
             except (NumericalError, RequestError) as error:
                 # One request's trouble is its own: the rest of the batch goes on. Keys and values behind broken logits
                 # are worthless, so the cache goes.

@@ -71,7 +71,7 @@ class Rows:
     """Values that several tokens have one row each of: floats from one row to the next of what a product reads.
 
     n_tokens: one, or a multiple of four. x, delta, factor: of its input, of the planes that the residual takes up, of
-    what a gate is multiplied with. y: of a plane of the output.
+    what a gate is multiplied with. y: of a plane of the output. mode: of attention, where tokens are of one sequence.
     """
 
     n_tokens: int = 1
@@ -79,9 +79,12 @@ class Rows:
     delta: int = 0
     factor: int = 0
     y: int = 0
+    mode: int = 0
 
 
 ONE_ROW = Rows()
+WRITES, READS = 1, 2
+"""Modes of attention: keys and values to their pages and nothing else; all else, once they are there."""
 
 
 @dataclass(frozen=True)
@@ -330,12 +333,13 @@ def plan_attention(
         QK_NORM=fused.q_norm is not None,
         V_NORM=fused.v_norm is not None,
         ROPE=rope,
-        OWNS_KV=fused.owns_kv,
+        OWNS_KV=fused.owns_kv and rows.mode != READS,
         V_FROM_K=fused.has_v_from_k,
         SCALE=float(fused.attention.attributes["scale"]),
         EPS=float(eps),
+        MODE=rows.mode,
     )
     n_runs = n_groups * max_runs
-    n_blocks = max(1, min(max_runs, on_device // (n_groups * rows.n_tokens)))
+    n_blocks = 1 if rows.mode == WRITES else max(1, min(max_runs, on_device // (n_groups * rows.n_tokens)))
     grid = (n_groups, n_blocks, rows.n_tokens)
     return AttentionLaunch(kernel, grid, n_runs * heads * e, n_runs * heads * 2)

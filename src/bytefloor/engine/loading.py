@@ -31,6 +31,8 @@ DEFAULT_CONTEXT = 8192
 KERNEL_CHUNK, REFERENCE_CHUNK = 2048, 512
 """Rows of a step where nobody asks for another number. Tensor cores want many: each block unpacks weights for all of
 them. On a CPU more rows are hardly faster, and what holds the scores of attention grows with them."""
+MOST_DRAFT_ROWS = 16
+"""Of one sequence in a step of the kernels that computes drafts along."""
 DEVICE_ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 """What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16 or to codes."""
 KV_TYPES = tuple(STORAGES)
@@ -117,8 +119,9 @@ def open_engine(source: Path | Checkpoint, options: EngineOptions, progress: Pro
     fewer = shorter if options.kv in ("int8", "fp8") else "a shorter context (-c) or --kv int8 needs less"
     advice = Advice(kernels=fewer, reference=narrower if options.weights == "float32" else shorter)
     executor, notices = make_executor(
-        model, room, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv
-    )
+        model, room, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv,
+        MOST_DRAFT_ROWS if options.speculates else 1,
+    )  # fmt: skip
     has_template = tokenizer.chat_template is not None
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     speculation = Speculation(executor.most_draft_rows) if options.speculates else None
@@ -136,10 +139,11 @@ def make_executor(
     progress: Progress | None = None,
     advice: Advice | None = None,
     kv: str | None = None,
+    draft_rows: int = 1,
 ) -> tuple[Executor, tuple[str, ...]]:
     """The kernels where they can run this model, otherwise the reference executor; and what the user should be told.
 
-    Chunks are KERNEL_CHUNK or REFERENCE_CHUNK long where the room leaves that open.
+    Chunks are KERNEL_CHUNK or REFERENCE_CHUNK long where the room leaves that open. draft_rows: see ``DeviceExecutor``.
     """
     check_kv(kv)
     notices: tuple[str, ...] = ()
@@ -154,6 +158,7 @@ def make_executor(
                 banned_ids=banned_ids,
                 progress=progress,
                 advice=advice.kernels,
+                draft_rows=draft_rows,
             )
             told = "--weights has no effect: the kernels read weights as the file has them"
             return executor, () if weights == torch.float32 else (told,)

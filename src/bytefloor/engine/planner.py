@@ -11,7 +11,16 @@ from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan, ceil_div
 from bytefloor.engine.kernels import KernelSpec, spec
-from bytefloor.engine.launches import AttentionLaunch, Card, Rows, Segment, plan_attention, plan_product
+from bytefloor.engine.launches import (
+    READS,
+    WRITES,
+    AttentionLaunch,
+    Card,
+    Rows,
+    Segment,
+    plan_attention,
+    plan_product,
+)
 from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.errors import UnsupportedError
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
@@ -57,8 +66,12 @@ class DeviceMemory:
 class LaunchPlanner:
     """Turns fused calls into launches and gives them buffers."""
 
-    def __init__(self, fused: Sequence[Fused], weights: PackedWeights, memory: DeviceMemory) -> None:
+    def __init__(
+        self, fused: Sequence[Fused], weights: PackedWeights, memory: DeviceMemory, of_one: bool = False
+    ) -> None:
+        """of_one: the tokens are of one sequence, and see those before them."""
         self.fused, self.weights, self.memory, self.n_tokens = fused, weights, memory, memory.n_tokens
+        self._of_one = of_one
         self.written: list[Tensor] = []
         properties = torch.cuda.get_device_properties(memory.device)
         self.card = Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
@@ -104,9 +117,9 @@ class LaunchPlanner:
         layers = [fused for fused in self.fused if isinstance(fused, FusedAttention)]
         return [self._plan_attention(fused, 1, 1.0) for fused in layers]
 
-    def _plan_attention(self, fused: FusedAttention, planes_in: int, eps: float) -> AttentionLaunch:
+    def _plan_attention(self, fused: FusedAttention, planes_in: int, eps: float, mode: int = 0) -> AttentionLaunch:
         n_heads, plan = self._n_heads(fused), self.memory.plan
-        rows = Rows(self.n_tokens, self.result_size)
+        rows = Rows(self.n_tokens, self.result_size, mode=mode)
         return plan_attention(fused, n_heads, planes_in, eps, plan, self.card, rows)
 
     @staticmethod
@@ -123,7 +136,7 @@ class LaunchPlanner:
         if isinstance(fused, FusedPerLayer):
             return [self._per_layer(fused)]
         if isinstance(fused, FusedAttention):
-            return [self._attention(fused)]
+            return self._attention(fused)
         return [self._logits(fused)]
 
     def _vector(self, weight: Weight | None) -> Tensor | None:
@@ -230,10 +243,12 @@ class LaunchPlanner:
         self.result, self.planes, self.result_size = out, plans[0].planes, size
         return launches
 
-    def _attention(self, fused: FusedAttention) -> Launch:
+    def _attention(self, fused: FusedAttention) -> list[Launch]:
+        """One launch; of tokens of one sequence two, as all their keys and values must be there before any is read."""
         norm = fused.q_norm or fused.v_norm
         eps = norm.attributes["eps"] if norm is not None else 0.0
-        plan = self._plan_attention(fused, self.planes, eps)
+        modes = [0] if not self._of_one else [WRITES, READS] if fused.owns_kv else [READS]
+        plans = [self._plan_attention(fused, self.planes, eps, mode) for mode in modes]
         kind = fused.cache.kind
         size = self._n_heads(fused) * kind.head_size
         out = self._floats(size)
@@ -255,7 +270,7 @@ class LaunchPlanner:
         )
         self.attention_calls += 1
         self.result, self.planes, self.result_size = out, 1, size
-        return Launch(fused.part, plan.kernel, plan.grid, arguments)
+        return [Launch(fused.part, plan.kernel, plan.grid, arguments) for plan in plans]
 
     def _key_weight(self, fused: FusedAttention) -> Tensor | None:
         """Of the K norm: where the cache keeps less of K, queries of layers that own no keys need it too."""

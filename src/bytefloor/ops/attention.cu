@@ -22,13 +22,16 @@
 // this call's tag; so all blocks of a token must be on the device at once, which the host sees to. Where tokens are several there
 // are fewer blocks for each, which take its runs by turns: the same runs, so the same bits, as it has alone.
 //
+// Tokens of one sequence, which see each other, are two launches (MODE): WRITES puts keys and values in their pages and does nothing
+// else; READS has its OWNS_KV 0, and waits for all kernels before it, since any run may hold a new position.
+//
 // Registers: a block has to fit beside one of a product. Each quarter of a multiprocessor has 16384 registers, and five of its 18
 // warps with 56 a lane leave room for two warps with 112. With more, attention begins when that product has ended.
 //
 // Defined by the host: STORAGE (0 bf16, 1 int8, 2 E4M3), ROTATED (lanes of keys that are kept beside values; 0: keys are kept
 // whole), E, H, J, HEADS (query heads a block), WINDOW (0: none), PAGE, TILE, STAGES, TOGETHER (tiles of a round, where a run has no
 // more), TOKENS (gridDim.z), QKV_STRIDE (from one token's qkv to the next), MAX_RUNS, MIN_TILES (of a run where there are several),
-// PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS.
+// PLANES_IN, N_IN, QK_NORM, V_NORM, ROPE (0 none, 1 split, 2 interleaved), OWNS_KV, V_FROM_K, SCALE, EPS, MODE (0: all of it; WRITES, READS).
 #include <cuda_bf16.h>
 
 #include "attention_storage.cuh"
@@ -39,6 +42,7 @@ constexpr int MY_STEPS = (K_STEPS + PARTS - 1) / PARTS;  // a warp's share of E
 constexpr int VALUE_TILES = (E / 16 + WARPS - 1) / WARPS;  // of 16 values, a warp
 constexpr int SCORE_STRIDE = TOGETHER * TILE + 4, SCORES = HEADS * SCORE_STRIDE, SHARE_STRIDE = TOGETHER * TILE + 8;
 constexpr float LOWEST = -1e30f;
+constexpr int WRITES = 1, READS = 2;
 static_assert(PAGE % TILE == 0, "a tile lies in one page");
 static_assert(TOGETHER >= 1 && TOGETHER <= STAGES && STAGES > 1, "tiles of a round are there together");
 static_assert(TILE % 16 == 0 && WARPS % POSITION_TILES == 0 && GROUP % HEADS == 0 && E % 16 == 0, "whole tensor core tiles");
@@ -138,6 +142,7 @@ extern "C" __global__ void __maxnreg__(112)
     int width = band.n_runs >= 8 ? 8 : band.n_runs >= 4 ? 4 : 2;
     int n_mergers = max(band.n_runs, min(MAX_RUNS, HEADS * E * width / (WARPS * 64)));
     if (TOKENS > 1) n_mergers = min(n_mergers, (int)gridDim.y);
+    if (MODE == WRITES) run = band.n_runs - 1;
     if (run >= band.n_runs) {
         if (band.n_runs > 1 && run < n_mergers)
             merge(parts, band.n_runs, run, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
@@ -148,7 +153,7 @@ extern "C" __global__ void __maxnreg__(112)
         int tile = band.first_tile + run * band.tiles_a_run, tile_end = min(tile + band.tiles_a_run, band.first_tile + band.n_tiles);
         bool is_last = tile_end == band.first_tile + band.n_tiles, has_new = OWNS_KV && is_last;
         // Pages carry no parity: the new position of another layer's cache is there when the kernels before are done.
-        if (!OWNS_KV && is_last) wait_for_previous();
+        if (!OWNS_KV && (is_last || MODE == READS)) wait_for_previous();
         bool is_one_round = TOGETHER > 1 && tile_end - tile <= TOGETHER;
         int new_page = page_of(position / TILE), pages[STAGES];
 #pragma unroll
@@ -156,7 +161,7 @@ extern "C" __global__ void __maxnreg__(112)
         // The first tiles on their way; otherwise the last stage is still needed, for queries or to be the next that is filled.
 #pragma unroll 1
         for (int stage = 0; stage < STAGES; stage++) {
-            if (stage == STAGES - 1 && (TOGETHER < STAGES || !is_one_round)) break;
+            if (MODE == WRITES || (stage == STAGES - 1 && (TOGETHER < STAGES || !is_one_round))) break;
             int page = pages[0];
 #pragma unroll
             for (int i = 1; i < STAGES; i++) page = stage == i ? pages[i] : page;
@@ -176,6 +181,7 @@ extern "C" __global__ void __maxnreg__(112)
         Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
         prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
                 first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
+        if (MODE == WRITES) break;
         if (is_one_round) wait_copies<0>();
         __syncthreads();
         Queries query(queries, new_scales + 2, warp, lane);  // this warp's part, as a tensor core takes them
@@ -239,7 +245,7 @@ extern "C" __global__ void __maxnreg__(112)
         if (TOKENS > 1) __syncthreads();  // tiles and shares are free again
         run += gridDim.y;
     } while (TOKENS > 1 && run < band.n_runs);
-    if (band.n_runs > 1)
+    if (MODE != WRITES && band.n_runs > 1)
         merge(parts, band.n_runs, blockIdx.y, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
     wait_for_previous();
 }
