@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytefloor.errors import UnsupportedError
@@ -16,21 +17,51 @@ PERIOD = 6
 """Every so many layers of Gemma the last one is global, where no key says otherwise."""
 
 
-def rope_numbers(rope: Rope) -> tuple[float, float, list[float] | None]:
+def bases_in(metadata: Mapping[str, Any]) -> tuple[float, ...]:
+    """Every RoPE base that a config.json, or the keys of a GGUF file, names anywhere."""
+    found: list[float] = []
+    for key, value in metadata.items():
+        if isinstance(value, Mapping):
+            found += bases_in(value)
+        elif isinstance(value, int | float) and key.endswith(
+            ("rope_theta", "rope_local_base_freq", "freq_base", "_swa")
+        ):
+            found.append(float(value))
+    return tuple(base for base in found if base > 1)
+
+
+def rope_numbers(rope: Rope, bases: Sequence[float]) -> tuple[float, float, list[float] | None]:
     """Base, linear factor, and for each pair what its frequency is divided by beside; None where that is 1 for all.
 
-    The first pair of a plain table turns by 1 / factor, the second by base^(-2 / E) / factor.
+    The first pair of a plain table turns by 1 / factor, the second by base^(-2 / E) / factor. bases: those that the
+    source names; the one that explains most pairs without a factor is taken, and only without any the derived one.
     """
     table = rope.inverse_frequencies
     factor = 1 / table[0]
     n_pairs = len(table)
-    base = (table[1] * factor) ** -n_pairs if n_pairs > 1 and table[1] else 10_000.0
-    if abs(base - round(base)) < 1e-6 * base:
-        base = float(round(base))
-    plain = rope_tables.plain(2 * n_pairs, base, factor)
+    found = [(base, ratios) for base in bases if (ratios := _ratios(rope, base, factor)) is not None]
+    if not found:
+        derived = (table[1] * factor) ** -n_pairs if n_pairs > 1 and table[1] else 10_000.0
+        if abs(derived - round(derived)) < 1e-6 * derived:
+            derived = float(round(derived))
+        ratios = _ratios(rope, max(derived, 1.0), factor)
+        if ratios is None:
+            raise UnsupportedError("RoPE: no base explains its frequencies")
+        found = [(derived, ratios)]
+    base, ratios = max(found, key=lambda pair: sum(_is_plain(ratio) for ratio in pair[1]))
+    return base, factor, None if all(_is_plain(ratio) and ratio != STILL for ratio in ratios) else ratios
+
+
+def _ratios(rope: Rope, base: float, factor: float) -> list[float] | None:
+    """What each frequency of the plain table is divided by; None where one is faster, which no rule makes it."""
+    table = rope.inverse_frequencies
+    plain = rope_tables.plain(2 * len(table), base, factor)
     ratios = [STILL if not own else expected / own for expected, own in zip(plain, table, strict=True)]
-    is_plain = all(abs(ratio - 1) < 1e-6 for ratio in ratios)
-    return base, factor, None if is_plain else ratios
+    return ratios if min(ratios) > 1 - 1e-6 else None
+
+
+def _is_plain(ratio: float) -> bool:
+    return abs(ratio - 1) < 1e-6 or ratio == STILL
 
 
 def architecture(config: ModelConfig) -> str:
@@ -41,8 +72,11 @@ def architecture(config: ModelConfig) -> str:
     return names[0]
 
 
-def keys_of(config: ModelConfig) -> tuple[dict[str, Typed], list[float] | None]:
-    """All keys that say something about the arithmetic, with their types, and the values of rope_freqs.weight."""
+def keys_of(config: ModelConfig, bases: Sequence[float]) -> tuple[dict[str, Typed], list[float] | None]:
+    """All keys that say something about the arithmetic, with their types, and the values of rope_freqs.weight.
+
+    bases: of RoPE, as the source names them.
+    """
     prefix, layers = architecture(config), config.layers
     is_gemma = config.family.startswith("gemma")
     full = next((layer for layer in layers if layer.window is None), layers[-1])
@@ -60,12 +94,12 @@ def keys_of(config: ModelConfig) -> tuple[dict[str, Typed], list[float] | None]:
     }
     factors = None
     if full.rope is not None:
-        base, factor, factors = rope_numbers(full.rope)
+        base, factor, factors = rope_numbers(full.rope, bases)
         keys["rope.freq_base"] = Typed("f32", base)
         if factor != 1.0:
             keys |= {"rope.scaling.type": Typed("string", "linear"), "rope.scaling.factor": Typed("f32", factor)}
     if is_gemma and sliding is not None and sliding.rope is not None:
-        keys["rope.freq_base_swa"] = Typed("f32", rope_numbers(sliding.rope)[0])
+        keys["rope.freq_base_swa"] = Typed("f32", rope_numbers(sliding.rope, bases)[0])
         keys["attention.sliding_window"] = _count(sliding.window)
     if config.logit_soft_cap:
         keys["final_logit_softcapping"] = Typed("f32", config.logit_soft_cap)

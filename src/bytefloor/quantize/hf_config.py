@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from bytefloor.errors import UnsupportedError
@@ -17,12 +19,16 @@ _ARCHITECTURES = {
     "gemma4": ("gemma4_text", "Gemma4ForCausalLM"),
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
-LLAMA3_FACTORS = (8.0, 32.0)
-"""Of Llama 3.1 and 3.2. The file holds only what the rule gives, so the rule is tried with what was published."""
+LOW, HIGH = 1.0, 4.0
+"""Of Llama 3's rule, wherever it was published: wavelengths of the old context over these are where it blends."""
+OLD_CONTEXT = 8192
 
 
-def config_of(config: ModelConfig, has_head: bool) -> dict[str, Any]:
-    """config.json without its quantisation. UnsupportedError for a family, or a RoPE, that it cannot express."""
+def config_of(config: ModelConfig, has_head: bool, bases: Sequence[float]) -> dict[str, Any]:
+    """config.json without its quantisation. UnsupportedError for a family, or a RoPE, that it cannot express.
+
+    bases: of RoPE, as the source names them.
+    """
     if config.family not in _ARCHITECTURES:
         raise UnsupportedError(f"a config.json for {config.family} is not written here")
     model_type, class_name = _ARCHITECTURES[config.family]
@@ -46,39 +52,46 @@ def config_of(config: ModelConfig, has_head: bool) -> dict[str, Any]:
         "attention_bias": False,
     }
     if config.family == "gemma4":
-        return common | _gemma(config, sliding) | _gemma4(config, full, sliding)
+        return common | _gemma(config, sliding) | _gemma4(config, full, sliding, bases)
     if config.family == "gemma3":
-        return common | _gemma(config, sliding) | _gemma3(full, sliding)
-    plain = {"hidden_act": _ACTIVATIONS[config.activation], **_rope(full)}
+        return common | _gemma(config, sliding) | _gemma3(full, sliding, bases)
+    plain = {"hidden_act": _ACTIVATIONS[config.activation], **_rope(full, bases)}
     return common | plain | ({"mlp_bias": False} if config.family == "llama" else {})
 
 
-def _rope(layer: LayerConfig) -> dict[str, Any]:
+def _rope(layer: LayerConfig, bases: Sequence[float]) -> dict[str, Any]:
     """rope_theta, and rope_scaling where the table is no plain one."""
     if layer.rope is None:
         raise UnsupportedError("layers without RoPE have no place in this config.json")
-    base, factor, factors = rope_numbers(layer.rope)
+    base, factor, factors = rope_numbers(layer.rope, bases)
     found: dict[str, Any] = {"rope_theta": base}
     if factors is not None:
-        found["rope_scaling"] = _llama3(layer.rope, layer.head_size, base)
+        found["rope_scaling"] = _llama3(layer.rope, layer.head_size, base, factors)
     elif factor != 1.0:
         found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     return found
 
 
-def _llama3(rope: Rope, head_size: int, base: float) -> dict[str, Any]:
-    for factor in LLAMA3_FACTORS:
+def _llama3(rope: Rope, head_size: int, base: float, ratios: list[float]) -> dict[str, Any]:
+    """The rule that the file holds only the results of: its factor is the largest, a blended pair tells the context."""
+    factor = max(ratios)
+    contexts = [float(OLD_CONTEXT)]
+    for ratio, frequency in zip(ratios, rope_tables.plain(head_size, base), strict=True):
+        share = (1 / ratio - 1 / factor) / (1 - 1 / factor) if factor > 1 else 1.0
+        if 0.01 < share < 0.99:
+            contexts.append(float(round(2 * math.pi / frequency * (LOW + share * (HIGH - LOW)))))
+    for context in contexts:
         rule = {
             "rope_type": "llama3",
-            "factor": factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
+            "factor": float(round(factor)) if abs(factor - round(factor)) < 1e-5 else factor,
+            "low_freq_factor": LOW,
+            "high_freq_factor": HIGH,
+            "original_max_position_embeddings": int(context),
         }
         table = rope_tables.llama3(head_size, base, Values(rule))
-        if all(abs(a / b - 1) < 1e-5 for a, b in zip(table, rope.inverse_frequencies, strict=True) if b):
+        if all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(table, rope.inverse_frequencies, strict=True)):
             return rule
-    raise UnsupportedError("rope_freqs.weight: its factors follow no published rule, so config.json cannot say them")
+    raise UnsupportedError("rope_freqs.weight: its factors follow no known rule, so config.json cannot say them")
 
 
 def _gemma(config: ModelConfig, sliding: LayerConfig | None) -> dict[str, Any]:
@@ -91,18 +104,20 @@ def _gemma(config: ModelConfig, sliding: LayerConfig | None) -> dict[str, Any]:
     }
 
 
-def _gemma3(full: LayerConfig, sliding: LayerConfig | None) -> dict[str, Any]:
-    local = rope_numbers(sliding.rope)[0] if sliding is not None and sliding.rope is not None else 10_000.0
+def _gemma3(full: LayerConfig, sliding: LayerConfig | None, bases: Sequence[float]) -> dict[str, Any]:
+    local = rope_numbers(sliding.rope, bases)[0] if sliding is not None and sliding.rope is not None else 10_000.0
     scalar = full.attention_scale**-2
     is_whole = abs(scalar - round(scalar)) < 1e-6 * scalar
     return {
         "query_pre_attn_scalar": round(scalar) if is_whole else scalar,
         "rope_local_base_freq": local,
-        **_rope(full),
+        **_rope(full, bases),
     }
 
 
-def _gemma4(config: ModelConfig, full: LayerConfig, sliding: LayerConfig | None) -> dict[str, Any]:
+def _gemma4(
+    config: ModelConfig, full: LayerConfig, sliding: LayerConfig | None, bases: Sequence[float]
+) -> dict[str, Any]:
     layers = config.layers
     n_shared = sum(layer.kv_source != index for index, layer in enumerate(layers))
     widths = {layer.ffn_width for layer in layers}
@@ -116,20 +131,20 @@ def _gemma4(config: ModelConfig, full: LayerConfig, sliding: LayerConfig | None)
         "vocab_size_per_layer_input": config.vocabulary_size,
         "enable_moe_block": False,
         "rope_parameters": {
-            "full_attention": _gemma4_rope(full),
+            "full_attention": _gemma4_rope(full, bases),
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": rope_numbers((sliding or full).rope or Rope("split", (1.0,)))[0],
+                "rope_theta": rope_numbers((sliding or full).rope or Rope("split", (1.0,)), bases)[0],
             },
         },
     }
 
 
-def _gemma4_rope(full: LayerConfig) -> dict[str, Any]:
+def _gemma4_rope(full: LayerConfig, bases: Sequence[float]) -> dict[str, Any]:
     """The first pairs of a global layer turn, the others stand still."""
     if full.rope is None:
         raise UnsupportedError("layers without RoPE have no place in this config.json")
-    base, factor, factors = rope_numbers(full.rope)
+    base, factor, factors = rope_numbers(full.rope, bases)
     n_turning = (
         sum(ratio < STILL / 2 for ratio in factors) if factors is not None else len(full.rope.inverse_frequencies)
     )

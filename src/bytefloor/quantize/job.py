@@ -69,7 +69,8 @@ def prepare(path: Path, target: Target, has_importances: bool = False) -> Job:
         metadata = _without_text_settings(metadata)
     else:
         tensors = carry.other_container(model, "safetensors")
-        metadata = hf_config.config_of(model.config, model.weights.head is not model.weights.embedding)
+        has_head = model.weights.head is not model.weights.embedding
+        metadata = hf_config.config_of(model.config, has_head, gguf_keys.bases_in(checkpoint.metadata))
     refuse_unreadable(tensors)
     plain = {key: value.value if isinstance(value, Typed) else value for key, value in metadata.items()}
     carry.check_same(model, plain, tensors, path)
@@ -109,7 +110,7 @@ def _without_text_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _to_gguf(model: Model) -> tuple[list[Outgoing], dict[str, Typed]]:
     checkpoint, config = model.checkpoint, model.config
     directory = checkpoint.directory or checkpoint.path.parent
-    keys, factors = gguf_keys.keys_of(config)
+    keys, factors = gguf_keys.keys_of(config, gguf_keys.bases_in(checkpoint.metadata))
     metadata = {
         "general.architecture": Typed("string", gguf_keys.architecture(config)),
         "general.type": Typed("string", "model"),

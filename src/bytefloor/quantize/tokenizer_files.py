@@ -10,7 +10,7 @@ from typing import Any
 from bytefloor.errors import UnsupportedError
 from bytefloor.quantize.tokenizer_keys import differs
 from bytefloor.text.tokenizer import Tokenizer
-from bytefloor.text.vocabulary import Kind
+from bytefloor.text.vocabulary import Kind, settled_kind
 
 
 def write_tokenizer(directory: Path, metadata: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -55,7 +55,8 @@ def _specification(wanted: Tokenizer) -> dict[str, Any]:
     model = spec["model"]
     own = {id: text for text, id in model["vocab"].items()}
     for id, text in enumerate(vocabulary.texts):
-        own[id] = text if text and text not in model["vocab"] else own.get(id, f"<unused_{id}>")
+        if text and text not in model["vocab"] and _is_named(text, vocabulary.kinds[id]):
+            own[id] = text
     # The name that stands for what cannot be spelled is this engine's own.
     unknown = model.get("unk_token")
     if unknown is not None and unknown in model["vocab"]:
@@ -70,15 +71,20 @@ def _specification(wanted: Tokenizer) -> dict[str, Any]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind != Kind.USER_DEFINED,
+            "special": kind not in (Kind.USER_DEFINED, Kind.UNUSED),
         }
         for id, kind in enumerate(vocabulary.kinds)
-        if kind not in (Kind.NORMAL, Kind.BYTE)
+        if kind not in (Kind.NORMAL, Kind.BYTE) and id in own
     ]
     if wanted.add_bos and wanted.bos_id is not None:
         spec["post_processor"] = _bos_first(vocabulary.texts[wanted.bos_id], wanted.bos_id)
     spec["decoder"] = _decoder(wanted)
     return spec
+
+
+def _is_named(text: str, kind: Kind) -> bool:
+    """Whether a token is written at all: one that nothing can become is a hole, unless its text says what it is."""
+    return kind != Kind.UNUSED or settled_kind(text, Kind.USER_DEFINED) == Kind.UNUSED
 
 
 def _bos_first(text: str, id: int) -> dict[str, Any]:
