@@ -58,9 +58,8 @@ def fill(
         return out
     units = out.view(-1, unit)
     units_per_row = out.shape[1] // unit
-    n_threads = _threads_for(out)
-    is_own = piece is not None and out.device.type == "cpu"
-    step = max(1, (piece if is_own and piece is not None else _piece(out, n_threads)) // unit)
+    n_threads = _threads_for(out, CPU_PIECE if piece is None else piece)
+    step = max(1, _piece(out, n_threads, piece) // unit)
 
     def run(start: int) -> None:
         stop = start + step
@@ -81,15 +80,17 @@ def fill(
     return out
 
 
-def _threads_for(out: Tensor) -> int:
+def _threads_for(out: Tensor, piece: int) -> int:
     if out.device.type != "cpu":
         return 1
-    return max(1, min(torch.get_num_threads(), out.numel() // CPU_PIECE))
+    return max(1, min(torch.get_num_threads(), out.numel() // piece))
 
 
-def _piece(out: Tensor, n_threads: int) -> int:
+def _piece(out: Tensor, n_threads: int, asked: int | None) -> int:
     if out.device.type != "cpu":
         return DEVICE_PIECE
+    if asked is not None:
+        return asked
     return SMALL_PIECE if n_threads == 1 else CPU_PIECE
 
 
