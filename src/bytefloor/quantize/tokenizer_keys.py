@@ -37,9 +37,14 @@ def tokenizer_keys(directory: Path, config: Mapping[str, Any], family: str, n_ro
     """
     wanted = Tokenizer.from_directory(directory, config)
     spec = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    shared = _vocabulary(wanted, n_rows) | _ids(wanted) | _named_ids(directory, wanted) | _templates(wanted)
+    shared = (
+        _vocabulary(wanted, n_rows, spec["model"].get("unk_token"))
+        | _ids(wanted)
+        | _named_ids(directory, wanted)
+        | _templates(wanted)
+    )
     failures = []
-    for name, own in _readings(wanted, spec, family):
+    for name, own in _readings(wanted, spec, family, n_rows):
         keys = own | shared
         try:
             found = Tokenizer.from_gguf({key: typed.value for key, typed in keys.items()})
@@ -53,7 +58,9 @@ def tokenizer_keys(directory: Path, config: Mapping[str, Any], family: str, n_ro
     raise UnsupportedError(f"{directory / 'tokenizer.json'} cannot become a GGUF tokenizer: {'; '.join(failures)}")
 
 
-def _readings(wanted: Tokenizer, spec: Mapping[str, Any], family: str) -> list[tuple[str, dict[str, Typed]]]:
+def _readings(
+    wanted: Tokenizer, spec: Mapping[str, Any], family: str, n_rows: int
+) -> list[tuple[str, dict[str, Typed]]]:
     """The kinds of GGUF tokenizer that it could be, the likeliest first."""
     merges = [" ".join(split_merge(merge)) for merge in spec["model"].get("merges") or []]
     listed = {_GGML + "merges": Typed("string", merges)}
@@ -61,7 +68,7 @@ def _readings(wanted: Tokenizer, spec: Mapping[str, Any], family: str) -> list[t
         return [(pre, {_GGML + "model": _text("gpt2"), _GGML + "pre": _text(pre), **listed}) for pre in KNOWN_SPLITS]
     by_score = {
         _GGML + "model": _text("llama"),
-        _GGML + "scores": Typed("f32", _scores(wanted, spec)),
+        _GGML + "scores": Typed("f32", _scores(wanted, spec, n_rows)),
         _GGML + "add_space_prefix": Typed("bool", wanted.add_space_prefix),
     }
     raw = {_GGML + "model": _text("gemma4"), **listed}
@@ -73,11 +80,11 @@ def _text(value: str) -> Typed:
     return Typed("string", value)
 
 
-def _scores(wanted: Tokenizer, spec: Mapping[str, Any]) -> list[float]:
+def _scores(wanted: Tokenizer, spec: Mapping[str, Any], n_rows: int) -> list[float]:
     """A token is worth the more the earlier a merge makes it; what no merge makes comes after all that one does."""
     ids = {text: id for id, text in enumerate(wanted.vocabulary.texts)}
     merges = spec["model"].get("merges") or []
-    scores = [-float(len(merges) + 1)] * len(wanted.vocabulary.texts)
+    scores = [-float(len(merges) + 1)] * n_rows
     for rank in range(len(merges) - 1, -1, -1):
         left, right = split_merge(merges[rank])
         if left + right in ids:
@@ -85,8 +92,10 @@ def _scores(wanted: Tokenizer, spec: Mapping[str, Any]) -> list[float]:
     return scores
 
 
-def _vocabulary(wanted: Tokenizer, n_rows: int) -> dict[str, Typed]:
+def _vocabulary(wanted: Tokenizer, n_rows: int, unknown: str | None) -> dict[str, Typed]:
     texts, kinds = list(wanted.vocabulary.texts), [int(kind) for kind in wanted.vocabulary.kinds]
+    if unknown in texts:
+        kinds[texts.index(unknown)] = int(Kind.UNKNOWN)  # special in a tokenizer.json, which has no kind for it
     if len(texts) > n_rows:
         raise UnsupportedError(f"the tokenizer has {len(texts)} tokens, the embedding only {n_rows} rows")
     names = [text or f"[PAD{id}]" for id, text in enumerate(texts)]
@@ -135,7 +144,9 @@ def differs(wanted: Tokenizer, found: Tokenizer, probes: Sequence[str] = PROBES)
         return f"there would be {found.n_tokens} tokens, the source has {wanted.n_tokens}"
     for id in range(n_tokens):
         own, other = (tokenizer.vocabulary for tokenizer in (wanted, found))
-        if own.kinds[id] != other.kinds[id] or (own.texts[id] != other.texts[id] and own.kinds[id] != Kind.UNUSED):
+        kinds = {own.kinds[id], other.kinds[id]}
+        is_same = len(kinds) == 1 or kinds == {Kind.CONTROL, Kind.UNKNOWN}
+        if not is_same or (own.texts[id] != other.texts[id] and kinds != {Kind.UNUSED}):
             return f"token {id} would be {other.texts[id]!r}, {other.kinds[id].name} for {own.kinds[id].name}"
     for name in ("bos_id", "eos_id", "add_bos", "end_ids", "add_space_prefix", "templates"):
         if getattr(wanted, name) != getattr(found, name):

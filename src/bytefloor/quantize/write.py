@@ -14,7 +14,7 @@ from bytefloor.formats import get
 from bytefloor.formats.finite import finite_rows
 from bytefloor.quantize.plan import Planned
 
-PIECE_WEIGHTS = 1 << 22
+PIECE_WEIGHTS = 1 << 20
 """Weights that are in memory at a time: a few copies in float32, whatever the size of the tensor."""
 
 

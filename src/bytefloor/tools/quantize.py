@@ -45,6 +45,7 @@ def quantize(source: str | None, out: Path, options: QuantizeOptions) -> None:
     """Plan, and unless dry: calibrate, write, check, report. What is refused is refused before anything is written."""
     target = make_target(options.format_name, list(options.matches), options.group, options.has_substitutes)
     device = choose_device(options.device)
+    text = _read_text(options.calibration)
     job = prepare(find_model(source), target, options.calibration is not None)
     refuse_taken(job, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
@@ -52,7 +53,7 @@ def quantize(source: str | None, out: Path, options: QuantizeOptions) -> None:
         _print_plan(console, job, options)
     losses: list[Loss] = []
     if not options.is_dry:
-        counts = _importances(job, options.calibration, device)
+        counts = _importances(job, text, device)
 
         def told(loss: Loss, number: int, count: int) -> None:
             losses.append(loss)
@@ -65,14 +66,17 @@ def quantize(source: str | None, out: Path, options: QuantizeOptions) -> None:
         _print_losses(console, job, out, losses)
 
 
-def _importances(job: Job, calibration: Path | None, device: torch.device) -> dict[str, Tensor]:
-    """By names in the target; none without a text."""
-    if calibration is None:
-        return {}
+def _read_text(calibration: Path | None) -> str | None:
     try:
-        text = calibration.read_text(encoding="utf-8")
+        return None if calibration is None else calibration.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise RequestError(f"--calibrate {calibration}: expected a text in UTF-8") from None
+
+
+def _importances(job: Job, text: str | None, device: torch.device) -> dict[str, Tensor]:
+    """By names in the target; none without a text."""
+    if text is None:
+        return {}
     found = importances(
         job.model, text, device, lambda done, count: _say(f"calibrating: {done} of {count} windows", done == count)
     )
