@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized import quantize
 
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import load_model
 from bytefloor.quantize.calibrate import importances, mean_squares
 from bytefloor.text.tokenizer import Tokenizer
+from quantized import quantize
 from tiny import build_tiny, prompt_ids
 from tiny_gguf import set_weight
 

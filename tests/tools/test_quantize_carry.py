@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from quantized import quantize
 from transformers import AutoModelForCausalLM
 
 from bytefloor.errors import FileError, RequestError, UnsupportedError
@@ -14,6 +13,7 @@ from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.quantize.job import prepare
 from bytefloor.quantize.target import make_target
 from parity import assert_close, logits_of
+from quantized import quantize
 from tiny import build_tiny, own_tensors, prompt_ids, reference_logits, stored_name, write_json
 from tiny_gguf import write_tiny_gguf
 from tiny_mlx import write_tiny_mlx

@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from quantized import quantize
 from safetensors.torch import load_file, save_file
 
 from bytefloor.errors import FileError, NumericalError
@@ -20,6 +19,7 @@ from bytefloor.files.safetensors_writer import NewArray, stream_safetensors
 from bytefloor.formats import FORMATS
 from bytefloor.quantize.target import GGUF_TYPES
 from parity import logits_of
+from quantized import quantize
 from tiny import build_tiny, prompt_ids, reference_logits
 from tiny_gguf import write_tiny_quant_gguf
 from tiny_mlx import write_tiny_mlx
@@ -110,6 +110,7 @@ def test_mixed_mlx_file_becomes_uniform_and_what_fits_is_copied(model, tmp_path)
     ("name", "matches", "method"),
     [
         ("FP8", [], "compressed-tensors"),
+        ("FP8", ["*.embed_tokens.*=FP8", "*.gate_proj.*=keep"], "bytefloor"),
         ("FP4", [], "bytefloor"),
         ("FP4", ["*.down_proj.*=FP8", "*.embed_tokens.*=keep"], "bytefloor"),
     ],
@@ -118,8 +119,10 @@ def test_fp4_and_fp8_directories_are_read_back_as_planned(name, matches, method,
     job, _ = quantize(model.directory, tmp_path / "out", name, *matches)
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["quantization_config"]["quant_method"] == method
-    found = {tensor.format_name for tensor in open_checkpoint(tmp_path / "out").tensors.values()}
-    assert found == {planned.format_name for planned in job.plan.tensors}
+    tensors = open_checkpoint(tmp_path / "out").tensors
+    assert {tensor.format_name for tensor in tensors.values()} == {p.format_name for p in job.plan.tensors}
+    is_plain = tensors["embed_tokens.weight"].format_name == "BF16"
+    assert is_plain == (method == "compressed-tensors" or "*.embed_tokens.*=keep" in matches)
     runs(tmp_path / "out", model, 0.2 if name == "FP8" else 0.9)
     # And from there on: both are sources themselves.
     quantize(tmp_path / "out", tmp_path / "again.gguf", "Q8_0")

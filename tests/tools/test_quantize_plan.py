@@ -129,7 +129,7 @@ def test_bits_count_what_the_file_will_hold():
     plan = make_plan(make_target("Q4_K", [], None), tensors(), 4, True)
     assert plan.n_bytes == 4 * 64 * 144 + 256 * 4
     assert plan.bits_per_weight == pytest.approx(8 * plan.n_bytes / (4 * 64 * 256 + 256))
-    fp8 = make_plan(make_target("FP8", [], None), tensors(), 4, True)
+    fp8 = make_plan(make_target("FP8", [], None), tensors(), 4, True)  # names of GGUF: no table among them
     assert fp8.n_bytes == 4 * (64 * 256 + 64 * 4) + 256 * 2
 
 

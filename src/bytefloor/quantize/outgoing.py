@@ -46,6 +46,11 @@ class Outgoing:
         return len(self.shape) == 2 and min(self.shape) > 1 and not self.is_fixed
 
     @property
+    def is_table(self) -> bool:
+        """Whether a directory's tensor is a table of rows: other readers of FP8 files expect these unquantised."""
+        return self.name.endswith(("embed_tokens.weight", "embed_tokens_per_layer.weight"))
+
+    @property
     def is_as_stored(self) -> bool:
         """Whether the bytes of the source are those of the target where the format is the same."""
         return self.order is None and self.offset == 0.0

@@ -102,7 +102,7 @@ def _plan_one(target: Target, tensor: Outgoing, shape: Shape) -> Planned:
     rule = next((rule for rule in target.rules if _fits(rule.pattern, tensor)), None)
     if rule is not None:
         wanted = rule.format_name
-    elif target.container == "gguf" and tensor.name in KEPT:
+    elif (target.container == "gguf" and tensor.name in KEPT) or (target.container == "compressed" and tensor.is_table):
         wanted = KEEP
     elif target.mixture is not None:
         wanted = choose(target.mixture, tensor.name, tensor.n_columns, shape)

@@ -108,8 +108,11 @@ def settings(plan: Plan) -> tuple[str, dict[str, Any]]:
                 bits, group = affine_numbers(name)
                 table[module] = {"group_size": group, "bits": bits}
         return "quantization", table | dict.fromkeys(plain, False)
-    if plan.target.container == "compressed":
-        return "quantization_config", _compressed_tensors(plain)
+    has_table = any(planned.tensor.is_table and planned.format_name not in PLAIN for planned in plan.tensors)
+    if plan.target.container == "compressed" and not has_table:
+        # A head that is the embedding is a product of its own to other readers: it is not quantised either.
+        tied = [] if "lm_head" in modules else ["lm_head"]
+        return "quantization_config", _compressed_tensors([*plain, *tied])
     others = {module: name for module, name in quantised.items() if name != own}
     return "quantization_config", {"quant_method": "bytefloor", "format": own, "modules": others}
 
@@ -117,7 +120,7 @@ def settings(plan: Plan) -> tuple[str, dict[str, Any]]:
 def _compressed_tensors(ignored: list[str]) -> dict[str, Any]:
     """FP8 with a scale a row as compressed-tensors describes it; activations stay as they are."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    group = {"targets": ["Linear", "Embedding"], "weights": weights, "input_activations": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",

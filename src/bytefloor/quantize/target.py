@@ -10,8 +10,8 @@ from bytefloor.formats import FORMATS
 from bytefloor.quantize.mixtures import MIXTURES
 
 Container = Literal["gguf", "mlx", "compressed", "own"]
-"""gguf: a file. mlx: affine modules in safetensors. compressed: FP8 rows, described as compressed-tensors does.
-own: FP4, alone or beside FP8, described by format names."""
+"""gguf: a file. mlx: affine modules in safetensors. compressed: FP8 rows of products alone, described as
+compressed-tensors does. own: FP4, alone or beside FP8, and FP8 of tables, described by format names."""
 
 GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
 PLAIN = ("F32", "F16", "BF16")
