@@ -90,6 +90,37 @@ def test_directory_to_directory_keeps_every_name_and_file(name, tmp_path):
     assert config == json.loads((model.directory / "config.json").read_text())
 
 
+def test_a_lone_file_takes_only_what_belongs_to_it_along(tmp_path):
+    model = build_tiny("llama", tmp_path / "tiny")
+    for stranger in ("diary.txt", "other.json", "photo.png"):
+        (model.directory / stranger).write_text("{}")
+    quantize(model.directory / "model.safetensors", tmp_path / "out", "affine-4b")
+    kept = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == kept
+
+
+def test_shards_of_gguf_become_one_file(tmp_path):
+    """The keys of the first shard, less those that speak of shards."""
+    from bytefloor.files.gguf_writer import NewTensor, Typed, write_gguf
+
+    model = build_tiny("llama", tmp_path / "tiny")
+    whole = open_checkpoint(write_tiny_gguf(model, tmp_path / "whole.gguf"))
+    names = list(whole.tensors)
+    for number, part in enumerate((names[:5], names[5:])):
+        split = {"split.no": Typed("u16", number), "split.count": Typed("u16", 2), "split.tensors.count": len(names)}
+        tensors = [
+            NewTensor(name, whole.tensors[name].shape, "F32", whole.tensors[name].decode().contiguous())
+            for name in part
+        ]
+        own = {key: Typed("u32", []) if value == [] else value for key, value in whole.metadata.items()}
+        write_gguf(tmp_path / f"x-{number + 1:05d}-of-00002.gguf", {**(own if number == 0 else {}), **split}, tensors)
+    quantize(tmp_path / "x-00002-of-00002.gguf", tmp_path / "out.gguf", "Q8_0", FLOAT)
+    found = open_checkpoint(tmp_path / "out.gguf")
+    assert found.tensors.keys() == whole.tensors.keys()
+    assert not [key for key in found.metadata if key.startswith("split.")]
+    assert_close(logits_of(tmp_path / "out.gguf", IDS, 24), reference_logits(model, IDS))
+
+
 def test_gguf_keys_keep_their_types(tmp_path):
     import gguf
 

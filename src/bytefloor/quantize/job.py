@@ -14,6 +14,7 @@ import torch
 from bytefloor.errors import FileError, RequestError
 from bytefloor.files.artifact import CONFIG_KEY
 from bytefloor.files.checkpoint import open_checkpoint
+from bytefloor.files.directory import INDEX_NAME
 from bytefloor.files.gguf_header import read_header
 from bytefloor.files.gguf_writer import Typed
 from bytefloor.files.mapped import MappedFile
@@ -28,8 +29,16 @@ from bytefloor.quantize.tokenizer_files import write_tokenizer
 from bytefloor.quantize.tokenizer_keys import tokenizer_keys
 
 ROPE_FREQS = "rope_freqs.weight"
-_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".safetensors.index.json")
-_REWRITTEN = ("config.json", "hf_quant_config.json")
+_BESIDE_WEIGHTS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+)
+"""What is taken from the folder of a lone file, where anything else may lie."""
+_IN_A_MODEL = (*_BESIDE_WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt", "*.md", "LICENSE*", "NOTICE*")
+_REWRITTEN = ("config.json", "hf_quant_config.json", INDEX_NAME)
 _OLD_SETTINGS = ("quantization", "quantization_config", CONFIG_KEY)
 _QUANTIZATION_VERSION = 2
 _UNIFORM_FILE_TYPES = {"Q3_K": 11, "Q4_K": 14, "Q5_K": 16}
@@ -159,7 +168,7 @@ def _save_directory(job: Job, out: Path, importances: Importances, device: torch
         if checkpoint.container == "gguf":
             write_tokenizer(draft, checkpoint.metadata, config)
         else:
-            _copy_others(checkpoint.directory or checkpoint.path.parent, draft)
+            _copy_others(checkpoint.path, draft)
         save_safetensors(draft / "model.safetensors", job.plan, importances, device, told)
         draft.rename(out)
     finally:
@@ -167,9 +176,11 @@ def _save_directory(job: Job, out: Path, importances: Importances, device: torch
 
 
 def _copy_others(source: Path, draft: Path) -> None:
-    """Tokenizer, template, generation settings, licence: every file that is neither weights nor rewritten."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name not in _REWRITTEN:
+    """Tokenizer, templates, generation settings, and of a model's own folder every text, licences among them."""
+    folder, patterns = (source, _IN_A_MODEL) if source.is_dir() else (source.parent, _BESIDE_WEIGHTS)
+    for path in sorted(folder.iterdir()):
+        is_wanted = path.name not in _REWRITTEN and any(path.match(pattern) for pattern in patterns)
+        if path.is_file() and is_wanted:
             shutil.copyfile(path, draft / path.name)
 
 
