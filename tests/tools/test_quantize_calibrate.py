@@ -73,6 +73,15 @@ def test_importances_lower_the_error_of_what_they_weigh(tmp_path):
     assert same.count(False) == 1  # the one that was weighed
 
 
+def test_matrix_that_saw_only_zeros_counts_all_columns_alike(tmp_path):
+    tiny = build_tiny("llama", tmp_path / "tiny")
+    name = "model.layers.1.input_layernorm.weight"
+    set_weight(tiny.reference, name, torch.zeros_like(tiny.reference.state_dict()[name]))
+    tiny.reference.save_pretrained(tiny.directory)
+    found = mean_squares(load_model(open_checkpoint(tiny.directory)), WINDOWS, CPU)
+    assert torch.equal(found["layers.1.self_attn.q_proj.weight"], torch.ones(128))
+
+
 def test_text_is_cut_into_windows_that_begin_with_bos(tmp_path, monkeypatch):
     model = load_model(open_checkpoint(build_tiny("llama", tmp_path).directory))
     seen = []

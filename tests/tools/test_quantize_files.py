@@ -21,7 +21,7 @@ from bytefloor.quantize.target import GGUF_TYPES
 from parity import logits_of
 from quantized import quantize
 from tiny import build_tiny, prompt_ids, reference_logits
-from tiny_gguf import write_tiny_quant_gguf
+from tiny_gguf import write_tiny_gguf, write_tiny_quant_gguf
 from tiny_mlx import write_tiny_mlx
 
 IDS = prompt_ids(24)
@@ -170,6 +170,19 @@ def test_tensor_that_is_not_finite_is_named_and_nothing_is_left(model, tmp_path)
         with pytest.raises(NumericalError, match=r"tensor .*(ffn_up|up_proj).weight: .*"):
             quantize(folder, tmp_path / out, name, *matches)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_file_that_would_be_read_otherwise_than_planned_is_told(model, tmp_path, monkeypatch):
+    """Without its entry a module of 4 bits in groups of 32 looks like one of 2 bits in groups of 64."""
+    plain = ("quantization", {"group_size": 64, "bits": 4, "mode": "affine"})
+    monkeypatch.setattr("bytefloor.quantize.job.settings", lambda plan: plain)
+    with pytest.raises(FileError, match=r"up_proj.weight axis 1 is 512.*what was planned"):
+        quantize(model.directory, tmp_path / "out", "affine-4b", "*.up_proj.*=affine-4b-g32")
+    monkeypatch.undo()
+    monkeypatch.setattr("bytefloor.quantize.job.save_gguf", lambda path, *rest: write_tiny_gguf(model, path))
+    with pytest.raises(FileError, match=r"token_embd.weight is read back as F32 .*expected Q8_0"):
+        quantize(model.directory, tmp_path / "out.gguf", "Q8_0", "*=Q8_0")
+    assert not list(tmp_path.iterdir())
 
 
 def anonymous_bytes():

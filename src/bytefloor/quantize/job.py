@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bytefloor.errors import FileError, RequestError
+from bytefloor.errors import BytefloorError, FileError, RequestError
 from bytefloor.files.artifact import CONFIG_KEY
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.files.directory import INDEX_NAME
@@ -136,14 +136,21 @@ def _to_gguf(model: Model) -> tuple[list[Outgoing], dict[str, Typed]]:
 
 
 def carry_out(job: Job, out: Path, importances: Importances, device: torch.device, told: Told) -> None:
-    """Write it whole or not at all, open what was written, and compare it with the plan. FileError if it differs."""
+    """Write it whole or not at all, open what was written, and compare it with the plan.
+
+    FileError where it is read back otherwise: then it is removed.
+    """
     refuse_taken(job, out)
     if job.is_gguf:
         out.parent.mkdir(parents=True, exist_ok=True)
         save_gguf(out, job.plan, job.metadata, importances, device, told)
     else:
         _save_directory(job, out, importances, device, told)
-    _check_written(job, out)
+    try:
+        _check_written(job, out)
+    except BytefloorError as error:
+        out.unlink() if job.is_gguf else shutil.rmtree(out)
+        raise FileError(f"{error}; what was written is not what was planned, and is removed") from None
 
 
 def refuse_taken(job: Job, out: Path) -> None:
