@@ -71,6 +71,19 @@ def test_rows_do_not_depend_on_their_neighbours(name):
     assert torch.equal(whole, torch.cat(cut))
 
 
+def test_threads_change_nothing():
+    weights = random_floats(4, 512, 1024) * 0.02
+    record, before = formats.get("Q4_K"), torch.get_num_threads()
+    try:
+        found = []
+        for n_threads in (1, 3):
+            torch.set_num_threads(n_threads)
+            found.append(record.encode(weights)["blocks"])
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("name", [*ERRORS])
 def test_what_cannot_be_stored_is_refused(name):
     record = formats.get(name)

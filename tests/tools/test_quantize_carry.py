@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from bytefloor.errors import FileError, RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
+from bytefloor.model.families import load_model
+from bytefloor.quantize import gguf_keys, hf_config
 from bytefloor.quantize.job import prepare
 from bytefloor.quantize.target import make_target
 from parity import assert_close, logits_of
@@ -142,6 +145,14 @@ def test_what_no_key_can_say_is_refused_before_writing(tmp_path):
     model = build_tiny("gemma3-scaled", tmp_path / "tiny")
     with pytest.raises(UnsupportedError, match="gemma3 cannot be carried over whole: attention_scale of layer 0"):
         prepare(model.directory, make_target("Q8_0", [], None))
+
+
+def test_families_without_a_reader_in_the_other_container_are_refused(tmp_path):
+    config = load_model(open_checkpoint(build_tiny("llama", tmp_path / "tiny").directory)).config
+    with pytest.raises(UnsupportedError, match="GGUF files of smollm3 are not read here, so none is written"):
+        gguf_keys.keys_of(replace(config, family="smollm3"), ())
+    with pytest.raises(UnsupportedError, match=r"a config.json for smollm3 is not written here"):
+        hf_config.config_of(replace(config, family="smollm3"), True, ())
 
 
 def test_tokenizer_that_no_gguf_kind_spells_is_refused(tmp_path):

@@ -58,8 +58,12 @@ def fill(
         return out
     units = out.view(-1, unit)
     units_per_row = out.shape[1] // unit
-    n_threads = _threads_for(out, CPU_PIECE if piece is None else piece)
-    step = max(1, _piece(out, n_threads, piece) // unit)
+    if piece is not None and out.device.type == "cpu":
+        n_threads = max(1, min(torch.get_num_threads(), out.numel() // piece))
+    else:
+        n_threads = _threads_for(out)
+        piece = _piece(out, n_threads)
+    step = max(1, piece // unit)
 
     def run(start: int) -> None:
         stop = start + step
@@ -80,17 +84,15 @@ def fill(
     return out
 
 
-def _threads_for(out: Tensor, piece: int) -> int:
+def _threads_for(out: Tensor) -> int:
     if out.device.type != "cpu":
         return 1
-    return max(1, min(torch.get_num_threads(), out.numel() // piece))
+    return max(1, min(torch.get_num_threads(), out.numel() // CPU_PIECE))
 
 
-def _piece(out: Tensor, n_threads: int, asked: int | None) -> int:
+def _piece(out: Tensor, n_threads: int) -> int:
     if out.device.type != "cpu":
         return DEVICE_PIECE
-    if asked is not None:
-        return asked
     return SMALL_PIECE if n_threads == 1 else CPU_PIECE
 
 
