@@ -53,7 +53,8 @@ def test_json_holds_plan_substitutions_and_losses(run, source, tmp_path):
     rows = {row["name"]: row for row in found["tensors"]}
     assert rows["model.layers.0.mlp.up_proj.weight"]["format"] == "affine-4b-g128"
     assert 0.02 < rows["model.layers.0.mlp.up_proj.weight"]["error"] < 0.2
-    assert 0.02 < found["error"] < 0.2
+    matrices = [row["error"] for row in found["tensors"] if row["format"] == "affine-4b-g128"]
+    assert min(matrices) < found["error"] < max(matrices)
     assert found["n_bytes"] == sum(row["n_bytes"] for row in found["tensors"])
 
 

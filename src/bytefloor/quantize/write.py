@@ -58,7 +58,7 @@ def pieces(
         stop = min(start + step, planned.tensor.n_rows)
         try:
             if planned.is_copied:
-                yield start, _copied(planned, start, stop)
+                yield start, _copied(planned, start, stop, loss)
             else:
                 yield start, _encoded(planned, start, stop, importance, device, loss)
         except NumericalError as error:
@@ -82,8 +82,9 @@ def _encoded(
     return {name: part.cpu() for name, part in parts.items()}
 
 
-def _copied(planned: Planned, start: int, stop: int) -> Mapping[str, Tensor]:
+def _copied(planned: Planned, start: int, stop: int, loss: Loss) -> Mapping[str, Tensor]:
     stored = planned.tensor.stored
+    loss.square += float(planned.tensor.rows(start, stop).double().square_().sum())
     # Whole where it is small, so that a scale that all rows share stays what it is.
     cut = stored if (start, stop) == (0, stored.n_rows) else stored.row_slice(stored.name, start, stop)
     parts = cut.read()

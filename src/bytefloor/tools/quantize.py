@@ -105,7 +105,7 @@ def report(job: Job, out: Path, losses: list[Loss]) -> dict[str, Any]:
         "substitutions": [
             {"name": p.name, "wanted": p.wanted, "format": p.format_name, "why": p.why} for p in plan.substitutions
         ],
-        "error": total_error(losses),
+        "error": total_error(plan, losses),
         "tensors": [_tensor_row(planned, by_name.get(planned.name)) for planned in plan.tensors],
     }
 
@@ -124,14 +124,18 @@ def _tensor_row(planned: Planned, loss: Loss | None) -> dict[str, Any]:
     return row if loss is None else row | {"error": loss.error, "largest": loss.largest}
 
 
-def total_error(losses: list[Loss]) -> float | None:
-    """Of all tensors together, as Loss.error of one; None before anything is written."""
+def total_error(plan: Plan, losses: list[Loss]) -> float | None:
+    """Of all matrices together, as Loss.error of one; None before anything is written.
+
+    Copied ones count with what they hold; norms do not, whose large values would hide the loss.
+    """
     if not losses:
         return None
-    together = Loss("all", "")
+    together, matrices = Loss("all", ""), {planned.name for planned in plan.tensors if planned.tensor.is_matrix}
     for loss in losses:
-        together.difference += loss.difference
-        together.square += loss.square
+        if loss.name in matrices:
+            together.difference += loss.difference
+            together.square += loss.square
     return together.error
 
 
@@ -175,7 +179,7 @@ def _print_losses(console: Console, job: Job, out: Path, losses: list[Loss]) -> 
         if planned[loss.name].tensor.is_matrix:
             what = ("copied", "") if planned[loss.name].is_copied else (f"{loss.error:.5f}", f"{loss.largest:.3g}")
             table.add_row(escape(loss.name), loss.format_name, *what)
-    error = total_error(losses)
+    error = total_error(job.plan, losses)
     table.add_row("all", "", f"{error:.5f}", "")
     console.print(table)
     console.print(
