@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bytefloor.cli_flags import DeviceOption
 from bytefloor.tools import interrupt
 
 
@@ -38,7 +39,7 @@ def quantize(
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="The plan and the losses, as JSON.")] = False,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    device: DeviceOption = "auto",
 ) -> None:
     """Write a model in other formats; print what each tensor gets and what it loses."""
     with interrupt.at_once():
