@@ -18,7 +18,8 @@ BELOW = {
     "text": set(),
     "engine": {"formats", "files", "ops", "model", "text"},
     "server": {"formats", "files", "ops", "model", "text", "engine"},
-    "tools": {"formats", "files", "ops", "model", "text", "engine", "server"},
+    "quantize": {"formats", "files", "ops", "model", "text", "engine"},
+    "tools": {"formats", "files", "ops", "model", "text", "engine", "server", "quantize"},
 }
 """Which folders a folder may import. Everyone may import errors; cli.py may import anything."""
 MAX_LINES = 450

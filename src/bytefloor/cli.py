@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from bytefloor import __version__
 from bytefloor.cli_bench import bench_app
 from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, parse_size
+from bytefloor.cli_quantize import quantize
 from bytefloor.errors import BytefloorError, RequestError
 from bytefloor.tools import interrupt
 from bytefloor.tools.packages import SERVER, require
@@ -272,6 +273,9 @@ def pull(
         path = download(name, revision)
     typer.echo(path)
     typer.echo(f"run it with: bytefloor run -m {shlex.quote(str(path) if revision else name)}", err=True)
+
+
+app.command()(quantize)
 
 
 def _print_version(asked: bool) -> None:

@@ -9,7 +9,7 @@ from formats_reference import random_floats
 
 from bytefloor import formats
 from bytefloor.errors import NumericalError, ShapeError
-from bytefloor.formats import kquants, legacy
+from bytefloor.formats import legacy
 
 NAMES = [record.name for record in legacy.FORMATS]
 
@@ -75,7 +75,3 @@ def test_weights_too_small_for_a_scale_become_zero(name):
     weights[0, 3] = -3e-42
     record = formats.get(name)
     assert not record.decode(record.encode(weights)).any()
-
-
-def test_scales_of_scales_have_no_encoder():
-    assert all(record.encode is None for record in kquants.FORMATS)

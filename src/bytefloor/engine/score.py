@@ -9,19 +9,24 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import SequenceCache, make_pools
-from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.engine.reference import Observer, ReferenceExecutor
 from bytefloor.errors import NumericalError
 
 
-def score_chunks(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Iterator[Tensor]:
-    """Logits [n, V] of consecutive chunks of a text; row i predicts token i + 1. Starts from an empty cache."""
+def score_chunks(
+    executor: ReferenceExecutor, ids: Sequence[int], chunk: int, observe: Observer | None = None
+) -> Iterator[Tensor]:
+    """Logits [n, V] of consecutive chunks of a text; row i predicts token i + 1. Starts from an empty cache.
+
+    observe: sees every call's output as it is made.
+    """
     pools = make_pools(executor.plan, executor.step.kinds)
     cache = SequenceCache(executor.plan, executor.step.kinds, pools)
     for start in range(0, len(ids), chunk):
         rows = ids[start : start + chunk]
         batch = Batch()
         cache.append_rows(batch, rows, range(len(rows)))
-        yield executor.run(batch)
+        yield executor.run(batch, observe)
         cache.commit(len(rows))
 
 

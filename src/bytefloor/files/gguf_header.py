@@ -41,12 +41,14 @@ class TensorEntry:
 class Header:
     """What the front of a GGUF file says. Offsets of the tensors count from the start of the file.
 
+    kinds: the type of each value (``u32``, ``string``), of an array that of its items.
     end: where the last tensor, or the header of a file without any, ends.
     """
 
     metadata: dict[str, Any]
     tensors: list[TensorEntry]
     end: int
+    kinds: dict[str, str]
 
 
 class _Cursor:
@@ -99,12 +101,14 @@ def read_header(file: MappedFile) -> Header:
     _check_count(cursor, n_tensors, _MIN_TENSOR_BYTES, "tensors")
     _check_count(cursor, n_pairs, _MIN_PAIR_BYTES, "key-value pairs")
     metadata: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
     alignment = numbers.ALIGNMENT
     for number in range(n_pairs):
         key = cursor.name(f"key {number}")
         if key in metadata:
             cursor.fail(f"key {key} occurs twice")
         type_id = cursor.scalar("I", f"the type of {key}")
+        kinds[key] = _kind_ahead(cursor, type_id)
         if key == "general.alignment":
             alignment = _read_alignment(cursor, type_id)
             metadata[key] = alignment
@@ -112,7 +116,15 @@ def read_header(file: MappedFile) -> Header:
             metadata[key] = _read_value(cursor, type_id, key)
     tensors = _read_tensors(cursor, n_tensors, alignment)
     end = max((entry.offset + entry.n_bytes for entry in tensors), default=cursor.at)
-    return Header(metadata, tensors, end)
+    return Header(metadata, tensors, end, kinds)
+
+
+def _kind_ahead(cursor: _Cursor, type_id: int) -> str:
+    """The name of a value's type, or of its items' type, which comes first in an array; nothing is consumed."""
+    if type_id == numbers.ARRAY:
+        cursor.need(4, "the item type of an array")
+        (type_id,) = struct.unpack_from("<I", cursor.memory, cursor.at)
+    return _value_type_name(type_id)
 
 
 def _check_version(cursor: _Cursor) -> None:

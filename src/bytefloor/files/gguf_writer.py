@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,12 +27,15 @@ class Typed(NamedTuple):
 
 
 class NewTensor(NamedTuple):
-    """A tensor to write: shape outermost first, data as stored, or a function that makes it when its turn comes."""
+    """A tensor to write: shape outermost first, data as stored, or a function that makes it when its turn comes.
+
+    The function may give an iterator of stretches of the data, which are written as they come.
+    """
 
     name: str
     shape: tuple[int, ...]
     format_name: str
-    data: Data | Callable[[], Data]
+    data: Data | Callable[[], Data | Iterator[Data]]
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[NewTensor]) -> None:
@@ -71,15 +74,23 @@ def _header(metadata: Mapping[str, Any], entries: list[NewTensor], alignment: in
 
 def _write_tensor(file: BinaryIO, entry: NewTensor, alignment: int) -> None:
     data = entry.data() if callable(entry.data) else entry.data
-    if isinstance(data, Tensor):
-        data = memoryview(data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    n_bytes, expected = len(memoryview(data).cast("B")), _tensor_bytes(entry)
+    n_bytes, expected = 0, _tensor_bytes(entry)
+    for stretch in data if isinstance(data, Iterator) else (data,):
+        raw = _raw(stretch)
+        n_bytes += len(raw)
+        if n_bytes <= expected:
+            file.write(raw)
     if n_bytes != expected:
         raise FileError(
             f"tensor {entry.name}: {entry.format_name} {list(entry.shape)} takes {expected} bytes, given {n_bytes}"
         )
-    file.write(data)
     file.write(bytes(_padded(n_bytes, alignment) - n_bytes))
+
+
+def _raw(data: Data) -> memoryview:
+    if isinstance(data, Tensor):
+        data = memoryview(data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(data).cast("B")
 
 
 def _tensor_bytes(entry: NewTensor) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytefloor.errors import FileError, UnsupportedError
+from bytefloor.files.directory import strip_prefix
 from bytefloor.files.safetensors import RawTensor
 
 Resolved = tuple[str, tuple[int, ...], dict[str, RawTensor]]
@@ -26,9 +27,11 @@ def resolver(settings: Mapping[str, Any]) -> Resolver:
         return _compressed_tensors
     if method == "modelopt":
         return _modelopt(settings)
+    if method == "bytefloor":
+        return _own(settings)
     raise UnsupportedError(
         f"quantization method {method!r} is not supported; supported are fp8, compressed-tensors "
-        "(float-quantized, nvfp4, mxfp4), modelopt (FP8, NVFP4, MXFP4), MLX and GGUF files"
+        "(float-quantized, nvfp4, mxfp4), modelopt (FP8, NVFP4, MXFP4), bytefloor, MLX and GGUF files"
     )
 
 
@@ -133,6 +136,30 @@ def _modelopt(settings: Mapping[str, Any]) -> Resolver:
     return resolve
 
 
+def _own(settings: Mapping[str, Any]) -> Resolver:
+    """This project's own files: the name of a format for all quantised modules, and of those that differ."""
+    modules = settings.get("modules", {})
+    if not isinstance(modules, Mapping):
+        raise FileError(
+            f"quantization_config: modules is {type(modules).__name__}, expected names of formats by module"
+        )
+    others = {strip_prefix(module): name for module, name in modules.items()}
+
+    def resolve(module: str, parts: Mapping[str, RawTensor]) -> Resolved:
+        name = others.get(module, settings.get("format"))
+        if name == "FP8-E4M3-row":
+            resolved = _resolve_fp8(module, parts, is_blocked=False)
+            # One scale for a matrix of one row looks like one for the tensor.
+            return (name, *resolved[1:]) if resolved[0] == "FP8-E4M3-tensor" and resolved[1][0] == 1 else resolved
+        if name != "FP4-E2M1-g128":
+            raise UnsupportedError(
+                f"module {module}: bytefloor format {name!r} is not known (FP4-E2M1-g128, FP8-E4M3-row)"
+            )
+        return _fp4(module, parts, _need(module, parts, "weight", ("U8",)), name, 128, None)
+
+    return resolve
+
+
 def _fp4(
     module: str, parts: Mapping[str, RawTensor], packed: RawTensor, format_name: str, group: int, extra: str | None
 ) -> Resolved:
@@ -140,7 +167,7 @@ def _fp4(
     n_rows, n_bytes = _matrix(module, packed)
     columns = 2 * n_bytes
     # E8M0 scales are often typed U8; which of the two they are follows from the method, never from the type.
-    dtypes = ("F8_E4M3",) if group == 16 else ("U8", "F8_E8M0")
+    dtypes = {16: ("F8_E4M3",), 32: ("U8", "F8_E8M0"), 128: ("F32",)}[group]
     scale = _need(module, parts, "weight_scale", dtypes)
     if columns % group or scale.shape != (n_rows, columns // group):
         raise FileError(

@@ -12,6 +12,7 @@ where the format rounds. A group is counted along its row, in errors too.
 record: the QuantFormat record. chunks: walking large tensors. checks: refusing wrong parts. minifloat: E2M1, E4M3 and
 E8M0 numbers. finite: which rows hold NaN or infinity. blocks: GGUF blocks; plain, legacy, kquants, iquants, ggml: its
 types. affine: MLX. fp4, fp8: the rest.
+encode_search: scales that fit a group; encode_kquants, encode_lookups, encode_legacy: encoders that search for them.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from bytefloor.formats import checks, chunks
 from bytefloor.formats.record import Parts, QuantFormat
 
 Encode = Callable[[Tensor], dict[str, Tensor]]
+EncodeWeighted = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
 def rows_of_blocks(name: str, parts: Parts, block_bytes: int) -> tuple[Tensor, int]:
@@ -23,7 +24,12 @@ def rows_of_blocks(name: str, parts: Parts, block_bytes: int) -> tuple[Tensor, i
 
 
 def block_format(
-    name: str, block: int, block_bytes: int, unpack: Callable[[Tensor, Tensor], None], encode: Encode | None = None
+    name: str,
+    block: int,
+    block_bytes: int,
+    unpack: Callable[[Tensor, Tensor], None],
+    encode: Encode | None = None,
+    encode_weighted: EncodeWeighted | None = None,
 ) -> QuantFormat:
     """The record of a block type; ``unpack(out [U, block], blocks [U, block_bytes])`` decodes U blocks."""
 
@@ -41,6 +47,7 @@ def block_format(
         decode=decode,
         block_bytes=block_bytes,
         encode=encode,
+        encode_weighted=encode_weighted,
     )
 
 

@@ -46,17 +46,24 @@ def finite(scales: Tensor, label: str) -> Tensor:
     return scales
 
 
-def fill(name: str, out: Tensor, unit: int, operands: tuple[Tensor, ...], unpack: Unpack) -> Tensor:
+def fill(
+    name: str, out: Tensor, unit: int, operands: tuple[Tensor, ...], unpack: Unpack, piece: int | None = None
+) -> Tensor:
     """Fills ``out`` [N, K] by calling ``unpack(out piece [units, unit], *operand pieces)`` over all N * K / unit units.
 
-    Every operand has one entry a unit along its first axis. Returns ``out``.
+    Every operand has one entry a unit along its first axis. piece: elements of ``out`` a call on the CPU, for work
+    that takes far more scratch than decoding does. Returns ``out``.
     """
     if out.numel() == 0:
         return out
     units = out.view(-1, unit)
     units_per_row = out.shape[1] // unit
-    n_threads = _threads_for(out)
-    step = max(1, _piece(out, n_threads) // unit)
+    if piece is not None and out.device.type == "cpu":
+        n_threads = max(1, min(torch.get_num_threads(), out.numel() // piece))
+    else:
+        n_threads = _threads_for(out)
+        piece = _piece(out, n_threads)
+    step = max(1, piece // unit)
 
     def run(start: int) -> None:
         stop = start + step

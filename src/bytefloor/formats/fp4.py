@@ -20,6 +20,7 @@ from torch import Tensor
 from bytefloor.errors import FileError
 from bytefloor.formats import checks, chunks, minifloat
 from bytefloor.formats.blocks import block_format, look_up, nibbles, rows_of_blocks
+from bytefloor.formats.encode_lookups import encode_mxfp4
 from bytefloor.formats.record import Parts, QuantFormat
 
 Table = Callable[[torch.device], Tensor]
@@ -145,7 +146,7 @@ _MODELOPT = ("weight", "weight_scale")
 _COMPRESSED = ("weight_packed", "weight_scale")
 
 FORMATS = (
-    block_format("MXFP4", 32, 17, _unpack_gguf_mxfp4),
+    block_format("MXFP4", 32, 17, _unpack_gguf_mxfp4, encode_mxfp4),
     QuantFormat(
         name="NVFP4",
         block=64,

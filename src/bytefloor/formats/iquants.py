@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.formats.blocks import block_format, crumbs, half_at, look_up, nibbles
-
-IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+from bytefloor.formats.encode_lookups import IQ4_VALUES, encode_iq4_nl
 
 
 @cache
@@ -33,4 +32,7 @@ def _unpack_iq4_xs(out: Tensor, blocks: Tensor) -> None:
     out.view(-1, 8, 32).mul_(scales[:, :, None])
 
 
-FORMATS = (block_format("IQ4_NL", 32, 18, _unpack_iq4_nl), block_format("IQ4_XS", 256, 136, _unpack_iq4_xs))
+FORMATS = (
+    block_format("IQ4_NL", 32, 18, _unpack_iq4_nl, encode_iq4_nl, encode_iq4_nl),
+    block_format("IQ4_XS", 256, 136, _unpack_iq4_xs),
+)

@@ -6,10 +6,15 @@ weights in Q2_K, Q3_K and Q6_K, of 32 in Q4_K and Q5_K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from bytefloor.formats import encode_kquants
 from bytefloor.formats.blocks import bit_planes, block_format, crumbs, half_at, nibbles
+from bytefloor.formats.record import QuantFormat
 
 
 def _unpack_q2_k(out: Tensor, blocks: Tensor) -> None:
@@ -73,10 +78,15 @@ def _unpack_q6_k(out: Tensor, blocks: Tensor) -> None:
     out.copy_(codes).view(-1, 16, 16).mul_(scales[:, :, None])
 
 
+def _format(name: str, block_bytes: int, unpack: Callable[[Tensor, Tensor], None]) -> QuantFormat:
+    encode = partial(encode_kquants.encode, name=name)
+    return block_format(name, 256, block_bytes, unpack, encode, encode)
+
+
 FORMATS = (
-    block_format("Q2_K", 256, 84, _unpack_q2_k),
-    block_format("Q3_K", 256, 110, _unpack_q3_k),
-    block_format("Q4_K", 256, 144, _unpack_q4_k),
-    block_format("Q5_K", 256, 176, _unpack_q5_k),
-    block_format("Q6_K", 256, 210, _unpack_q6_k),
+    _format("Q2_K", 84, _unpack_q2_k),
+    _format("Q3_K", 110, _unpack_q3_k),
+    _format("Q4_K", 144, _unpack_q4_k),
+    _format("Q5_K", 176, _unpack_q5_k),
+    _format("Q6_K", 210, _unpack_q6_k),
 )

@@ -6,13 +6,13 @@ ones are elements 0..15, the high ones 16..31. The fifth bits are a little-endia
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from bytefloor.formats import checks
-from bytefloor.formats.blocks import block_format, half_at, nibbles
+from bytefloor.formats import checks, encode_legacy
+from bytefloor.formats.blocks import EncodeWeighted, block_format, half_at, nibbles
 
 
 def _unpack_q4_0(out: Tensor, blocks: Tensor) -> None:
@@ -87,16 +87,6 @@ def _ranged_codes(groups: Tensor, n_steps: int) -> tuple[Tensor, Tensor, Tensor]
     return codes.to(torch.uint8), scale, minimum
 
 
-def _pack_nibbles(codes: Tensor) -> Tensor:
-    low, high = (codes & 15).view(-1, 2, 16).unbind(1)
-    return low | high << 4
-
-
-def _pack_fifth_bits(codes: Tensor) -> Tensor:
-    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=codes.device)
-    return ((codes >> 4).view(-1, 4, 8) * weights).sum(dim=2, dtype=torch.uint8)
-
-
 def _stored(weights: Tensor, *columns: Tensor) -> dict[str, Tensor]:
     blocks = torch.cat(columns, dim=1)
     return {"blocks": blocks.view(weights.shape[0], weights.shape[1] // 32 * blocks.shape[1])}
@@ -104,23 +94,23 @@ def _stored(weights: Tensor, *columns: Tensor) -> dict[str, Tensor]:
 
 def _encode_q4_0(weights: Tensor) -> dict[str, Tensor]:
     codes, scale = _signed_codes(checks.encodable("Q4_0", weights, 32).view(-1, 32), 8)
-    return _stored(weights, _halves("Q4_0", weights, scale), _pack_nibbles(codes))
+    return _stored(weights, _halves("Q4_0", weights, scale), *encode_legacy.pack_codes(codes, False))
 
 
 def _encode_q4_1(weights: Tensor) -> dict[str, Tensor]:
     codes, scale, minimum = _ranged_codes(checks.encodable("Q4_1", weights, 32).view(-1, 32), 15)
-    return _stored(weights, _halves("Q4_1", weights, scale, minimum), _pack_nibbles(codes))
+    return _stored(weights, _halves("Q4_1", weights, scale, minimum), *encode_legacy.pack_codes(codes, False))
 
 
 def _encode_q5_0(weights: Tensor) -> dict[str, Tensor]:
     codes, scale = _signed_codes(checks.encodable("Q5_0", weights, 32).view(-1, 32), 16)
-    return _stored(weights, _halves("Q5_0", weights, scale), _pack_fifth_bits(codes), _pack_nibbles(codes))
+    return _stored(weights, _halves("Q5_0", weights, scale), *encode_legacy.pack_codes(codes, True))
 
 
 def _encode_q5_1(weights: Tensor) -> dict[str, Tensor]:
     codes, scale, minimum = _ranged_codes(checks.encodable("Q5_1", weights, 32).view(-1, 32), 31)
     halves = _halves("Q5_1", weights, scale, minimum)
-    return _stored(weights, halves, _pack_fifth_bits(codes), _pack_nibbles(codes))
+    return _stored(weights, halves, *encode_legacy.pack_codes(codes, True))
 
 
 def _encode_q8_0(weights: Tensor) -> dict[str, Tensor]:
@@ -134,10 +124,14 @@ def _encode_q8_0(weights: Tensor) -> dict[str, Tensor]:
     return _stored(weights, _halves("Q8_0", weights, scale), codes)
 
 
+def _weighted(name: str) -> EncodeWeighted:
+    return partial(encode_legacy.encode_weighted, name=name)
+
+
 FORMATS = (
-    block_format("Q4_0", 32, 18, _unpack_q4_0, _encode_q4_0),
-    block_format("Q4_1", 32, 20, _unpack_q4_1, _encode_q4_1),
-    block_format("Q5_0", 32, 22, _unpack_q5_0, _encode_q5_0),
-    block_format("Q5_1", 32, 24, _unpack_q5_1, _encode_q5_1),
+    block_format("Q4_0", 32, 18, _unpack_q4_0, _encode_q4_0, _weighted("Q4_0")),
+    block_format("Q4_1", 32, 20, _unpack_q4_1, _encode_q4_1, _weighted("Q4_1")),
+    block_format("Q5_0", 32, 22, _unpack_q5_0, _encode_q5_0, _weighted("Q5_0")),
+    block_format("Q5_1", 32, 24, _unpack_q5_1, _encode_q5_1, _weighted("Q5_1")),
     block_format("Q8_0", 32, 34, _unpack_q8_0, _encode_q8_0),
 )

@@ -30,6 +30,8 @@ class QuantFormat:
     decode: parts -> float32 [N, K], exactly the value the format defines, on the device where the parts are.
         Raises FileError for scale codes that mean NaN.
     encode: float32 [N, K] -> parts, by the rounding that the format's own tool uses; None where there is no encoder.
+    encode_weighted: the same with importances float32 [K], how much a column's squared error counts; None where they
+        change nothing.
     """
 
     name: str
@@ -40,3 +42,4 @@ class QuantFormat:
     optional_parts: tuple[str, ...] = ()
     block_bytes: int | None = None
     encode: Callable[[Tensor], dict[str, Tensor]] | None = None
+    encode_weighted: Callable[[Tensor, Tensor], dict[str, Tensor]] | None = None

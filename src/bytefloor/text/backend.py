@@ -38,6 +38,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "qwen2": (_modern(r"\p{N}"),),
     "qwen35": (_modern(r"\p{N}", r"\p{L}\p{M}"),),
 }
+KNOWN_SPLITS = tuple(_SPLITS)
 _ALIASES = {
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
