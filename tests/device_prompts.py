@@ -16,15 +16,14 @@ from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.files.stored import Checkpoint
 from bytefloor.model.step import Step
 from device_rows import difference, reference_rows, settle, step_of, worst_row
+from rows_reference import as_rows
 
-MORE = 2.5
-"""Times what rounding the products' activations to bf16 does to the reference.
+MORE = 1.7
+"""Times what rounding activations, weights and queries as the kernels of few rows do makes of the reference's logits.
 
-The kernels round these as well, so that is 1. They round weights to bf16, by as much; and in attention, one product of
-four or five, queries and shares. Independent errors add up by squares: 1 + 1 + 2 / 4 is less than 1.6 squared. Keys and
-values then stand elsewhere between two numbers of the cache, which the rest is for. (With twins in place of kernels,
-BF16 weights, which are not rounded again, give 1.05, Q4_K_M gives 1.4 to 1.8.)"""
-MORE_A_ROW = 4
+Shares of attention are rounded too, which the reference leaves as they are, and keys and values then stand elsewhere
+between two numbers of the cache: the rest is for these."""
+MORE_A_ROW = 2.7
 """The same of the row that is farthest off, where the largest of many such errors is compared with that of as many."""
 
 
@@ -55,11 +54,8 @@ class Expected:
 
 def expect(checkpoint: Checkpoint, ids: Sequence[int], device: torch.device, storage: str = "bf16") -> Expected:
     """Of a text; what comes after a position changes nothing before it, so one text serves all shorter ones."""
-    codes = replace(DEVICE_ROUNDING, cache=storage)
-    rounded, rougher = (
-        reference_rows(step_of(checkpoint, rounding), ids, device)
-        for rounding in (codes, replace(codes, activations="bf16"))
-    )
+    codes = step_of(checkpoint, replace(DEVICE_ROUNDING, cache=storage))
+    rounded, rougher = (reference_rows(step, ids, device) for step in (codes, as_rows(codes, 1, device)))
     return Expected(rounded, MORE * difference(rougher, rounded), MORE_A_ROW * worst_row(rougher, rounded))
 
 

@@ -28,7 +28,7 @@ from bytefloor.ops import OPS
 from bytefloor.ops.pages import page_shape
 from bytefloor.ops.round_to import round_to
 from flash_twin import FlashTwin
-from row_twins import RowTwins
+from row_twins import RowTwins, planes_of
 
 MULTIPROCESSORS = 5
 
@@ -134,7 +134,19 @@ class TwinKernel(RowTwins, FlashTwin):
         best.view(-1, n)[: len(found)] = found[:, :n]
         places.view(-1, n)[: len(found)] = order[:, :n]
 
-    def row_mass(self, logits: Tensor, maxima: Tensor, parts: Tensor) -> None:
+    def row_mass(
+        self,
+        planes: Tensor,
+        n_planes: int,
+        plane_stride: int,
+        cap: float,
+        logits: Tensor,
+        maxima: Tensor,
+        parts: Tensor,
+    ) -> None:
+        n, v = logits.shape
+        y = planes_of(planes, n_planes, plane_stride, n, v, v)
+        logits.copy_(torch.tanh(y / cap) * cap if cap else y)
         rows, n_blocks = logits.double(), self.n("BLOCKS")
         share = -(-self.n("N") // 64 // n_blocks) * 64
         for i, part in enumerate(rows.split(share, dim=-1)):

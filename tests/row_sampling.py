@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bytefloor.engine.kernels import KernelSpec
-from bytefloor.engine.row_sampler import RowSampler, draw_of
+from bytefloor.engine.row_sampler import RowSampler, as_rows, draw_of
 from bytefloor.engine.sampler import Sampled, Sampler
 from bytefloor.engine.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ class Rows:
 
     def by_device(self, logits: np.ndarray, positions: Sequence[int]) -> list[Sampled | None]:
         self.sampler.ask([draw_of(each) for each in self.host], positions)
-        self.sampler.start(torch.from_numpy(logits).to(self.device))
+        self.sampler.start(as_rows(torch.from_numpy(logits).to(self.device)))
         assert self.sampler.tokens.tolist() == self.sampler.records[:, 0].long().tolist()
         records = self.sampler.records.tolist()
         return [self.sampler.read(each.params, row) for each, row in zip(self.host, records, strict=True)]

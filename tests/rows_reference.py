@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +15,30 @@ from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE
 from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.engine.row_products import FEW_ROWS, pad_rows
 from bytefloor.model.step import OpCall, Step
+from bytefloor.model.weights import Weight
 from bytefloor.ops import OPS
 from bytefloor.ops.round_to import round_to
+from few_rows import multiples
 
 
-def as_rows(step: Step) -> Step:
+def as_rows(step: Step, n_rows: int | None = None, device: torch.device | str = "cuda") -> Step:
     """Activations and matrices of products, and queries as scores take them, in bf16; all else as the step has it.
 
-    Shares of attention, which a card rounds to bf16 as well, are left as they are.
+    Shares of attention, which a card rounds to bf16 as well, are left as they are. n_rows: of a batch on a card, where
+    few have weights of their own; without it, and by twins of kernels, weights are rounded as they are for many.
     """
-    return replace(step, calls=tuple(_rounded(call) for call in step.calls))
+    is_card = torch.device(device).type == "cuda"
+    is_few = is_card and n_rows is not None and pad_rows(n_rows) <= FEW_ROWS
+    return replace(step, calls=tuple(_rounded(call, is_few) for call in step.calls))
 
 
-def _rounded(call: OpCall) -> OpCall:
+def _rounded(call: OpCall, is_few: bool) -> OpCall:
+    if is_few and call.op.name == "linear":
+        weight = call.operands["weight"]
+        assert isinstance(weight, Weight)
+        return replace(call, op=replace(call.op, reference=partial(_linear_of, multiples(weight))))
     references = {"linear": linear, "attention": attention}
     if call.op.name in references:
         return replace(call, op=replace(call.op, reference=references[call.op.name]))
@@ -39,6 +50,10 @@ def _rounded(call: OpCall) -> OpCall:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Sums stay float32."""
     return OPS["linear"].reference(x, round_to(weight, "bf16"))
+
+
+def _linear_of(known: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return OPS["linear"].reference(x, known.to(x.device))
 
 
 def attention(q: Tensor, scale: float, rotated: int = 0, k_norm: Tensor | None = None, **others: Any) -> Tensor:
@@ -60,17 +75,20 @@ class DeviceReference:
         plan = CachePlan(max(128, capacity), max(1, capacity))
         self._alone = ReferenceExecutor(step, plan, device=device)
         self._rows = ReferenceExecutor(as_rows(step), plan, device=device)
+        self._few = ReferenceExecutor(as_rows(step, 1, device), plan, device=device)
         self.cache = SequenceCache(plan, step.kinds, make_pools(plan, step.kinds))
 
     def run(self, ids: Sequence[int]) -> Tensor:
         """Logits float32 [T, V] of the sequence's next rows, in one batch."""
         is_alone = len(ids) <= MOST_ROWS_ONE_BY_ONE
-        executor, other = (self._alone, self._rows) if is_alone else (self._rows, self._alone)
+        is_few = pad_rows(len(ids)) <= FEW_ROWS
+        executor = self._alone if is_alone else self._few if is_few else self._rows
         batch = Batch()
         self.cache.append_rows(batch, ids, range(len(ids)))
         logits = executor.run(batch).float()
-        for name, pool in executor.pools.items():
-            other.pools[name].copy_(pool)
+        for other in {self._alone, self._few, self._rows} - {executor}:
+            for name, pool in executor.pools.items():
+                other.pools[name].copy_(pool)
         self.cache.commit(len(ids))
         return logits
 

@@ -219,7 +219,10 @@ def test_rows_at_position_30000_are_right(make: Make, card: torch.device, name: 
     step, plan = synthetic(name, card), CachePlan(32768, 64)
     spoiled = with_frequencies(step, to_half)
     executor = make(step, plan)
-    for n, bound, steps in ((1, TIES, (step, spoiled)), (30, ROWS, (as_rows(step), as_rows(spoiled)))):
+    for n, bound, steps in (
+        (1, TIES, (step, spoiled)),
+        (30, ROWS, (as_rows(step, 30, card), as_rows(spoiled, 30, card))),
+    ):
         executors = [executor, *(ReferenceExecutor(s, plan, device=card) for s in steps)]
         found, expected, wrong = rows_at(executors, 30_000, ids_of(n), n)
         assert worst_row(found, expected) < bound
@@ -251,7 +254,7 @@ def test_gemma3_scales_positions_of_global_layers_alone(make: Make, card: torch.
     unscaled = with_frequencies(step, lambda table: tuple(x / table[0] for x in table))
     all_scaled = with_frequencies(step, lambda table: tuple(x / table[0] / 8 for x in table))
     steps, executor = (step, unscaled, all_scaled), make(step, plan)
-    for n, bound, each in ((1, TIES, steps), (30, ROWS, [as_rows(s) for s in steps])):
+    for n, bound, each in ((1, TIES, steps), (30, ROWS, [as_rows(s, 30, card) for s in steps])):
         executors = [executor, *(ReferenceExecutor(s, plan, device=card) for s in each)]
         found, expected, *wrong = rows_at(executors, 2900, ids_of(n), n)
         assert worst_row(found, expected) < bound

@@ -11,7 +11,7 @@ import torch
 
 from bytefloor.engine.device import device_architecture
 from bytefloor.engine.kernels import load_kernels
-from bytefloor.engine.row_sampler import row_sampler_specs
+from bytefloor.engine.row_sampler import RowLogits, as_rows, draw_of, row_sampler_specs
 from bytefloor.engine.sampling_params import SamplingParams
 from device_sampling import assert_alike, rows_of
 from row_sampling import ASKED, Rows
@@ -56,6 +56,21 @@ def test_a_row_whose_best_are_banned_is_handed_back() -> None:
     assert_alike(rows.by_device(logits, [9])[0], rows.by_host(logits, [9])[0])
 
 
+def test_planes_are_added_and_capped() -> None:
+    rows = Rows([SamplingParams(seed=i, n_logprobs=3) for i in range(5)], 4200, [0], kernels(4200), "cuda")
+    planes = torch.randn(3, 32, 4200, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) * 20
+    wanted = torch.tanh((planes[0] + planes[1] + planes[2])[:5] / 30) * 30
+    whole = torch.zeros(5, 4200, device="cuda")
+    rows.sampler.ask([draw_of(each) for each in rows.host], range(5))
+    rows.sampler.start(RowLogits(planes, 3, 32 * 4200, 30.0, whole))
+    assert torch.allclose(whole, wanted, rtol=1e-5, atol=1e-5)
+    found = [
+        rows.sampler.read(host.params, row) for host, row in zip(rows.host, rows.sampler.records.tolist(), strict=True)
+    ]
+    for one, other in zip(found, rows.by_host(whole.cpu().numpy(), range(5)), strict=True):
+        assert_alike(one, other)
+
+
 def test_what_many_rows_cost() -> None:
     """In the log: microseconds of 32 rows of Gemma's vocabulary."""
     params = [SamplingParams(seed=i) for i in range(32)]
@@ -65,7 +80,7 @@ def test_what_many_rows_cost() -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(20):
-        rows.sampler.start(logits)
+        rows.sampler.start(as_rows(logits))
     end.record()
     end.synchronize()
     us = start.elapsed_time(end) * 1e3 / 20

@@ -154,7 +154,8 @@ def test_prompts_over_a_cache_of_codes(opened: Opened, storage: str, capsys: pyt
             print(f"to the executor that rounds alike {between:.2e}")
         assert kl <= 1.3 * kl_alike + 1.5 * ACTIVATION_COST[name]
         assert kl <= MOST_KL[name][storage]
-        assert flips(exact, found) <= flips(exact, alike)
+        # Which of the clear tokens a cache of codes flips is chance: one more or less of 800.
+        assert flips(exact, found) <= flips(exact, alike) + 1
 
 
 @pytest.mark.parametrize("chunk", [17, 100, 2048])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.row_sampler import Draw, RowSampler
+from bytefloor.engine.row_sampler import Draw, RowLogits, RowSampler, as_rows
 from bytefloor.engine.sampler import Sampled, Sampler
 
 KNOWN = -1
@@ -35,14 +35,14 @@ class UnderWay:
 class BatchLoop:
     """What an executor lends for decoding several sequences.
 
-    start: computes float32 logits [R, V] of a batch with a row for each of R sequences, tokens drawn before put in
-    place of those that are not KNOWN. sampler: for as many rows as there can be. banned_ids: those that it never takes.
+    start: computes logits of a batch with a row for each sequence, tokens drawn before put in place of those that are
+    not KNOWN. sampler: for as many rows as there can be. banned_ids: those that it never takes.
     All on ``stream``.
     """
 
     def __init__(
         self,
-        start: Callable[[Batch, Tensor | None], Tensor],
+        start: Callable[[Batch, Tensor | None], RowLogits],
         sampler: RowSampler,
         banned_ids: frozenset[int],
         stream: torch.cuda.Stream,
@@ -78,12 +78,12 @@ class BatchLoop:
         with torch.cuda.stream(self._stream):
             chosen = logits if len(rows) == len(logits) else logits[self._on_device(rows)]
             self._sampler.ask([draws[row] for row in rows], [positions[row] for row in rows])
-            step = self._drawn(chosen.contiguous(), [draws[row] for row in rows])
+            step = self._drawn(as_rows(chosen.contiguous()), [draws[row] for row in rows])
         found = zip(rows, self.read(step), strict=True)
         return {row: sampled for row, sampled in found if sampled is not None}
 
-    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> UnderWay:
-        self._sampler.start(logits)
+    def _drawn(self, rows: RowLogits, draws: Sequence[Draw]) -> UnderWay:
+        self._sampler.start(rows)
         found = self._sampler.records[: len(draws)]
         records = torch.empty(found.shape, dtype=found.dtype, pin_memory=self._device.type == "cuda")
         records.copy_(found, non_blocking=True)

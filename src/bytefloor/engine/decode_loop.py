@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -146,19 +145,14 @@ class DecodeLoop:
         self._host = None
 
 
-def capture(
-    work: Callable[[], None], stream: torch.cuda.Stream, device: torch.device, pool: Any = None
-) -> Callable[[], None]:
-    """``work`` as a graph that is replayed on the current stream. On a CPU, which has no graphs, the work itself.
-
-    pool: torch's handle of memory that several graphs share, none of which needs what another has left there.
-    """
+def capture(work: Callable[[], None], stream: torch.cuda.Stream, device: torch.device) -> Callable[[], None]:
+    """``work`` as a graph that is replayed on the current stream. On a CPU, which has no graphs, the work itself."""
     if device.type != "cuda":
         return work
     # The first launch of a kernel loads its code, which must not happen while a graph is captured.
     work()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     return graph.replay

@@ -29,7 +29,7 @@ from bytefloor.engine.planner import DeviceMemory, Launch, LaunchPlanner
 from bytefloor.engine.progress import COMPILING, Progress, Silent
 from bytefloor.engine.prompt import PromptRunner
 from bytefloor.engine.row_planner import RowPlanner
-from bytefloor.engine.row_sampler import RowSampler, row_sampler_bytes, row_sampler_specs
+from bytefloor.engine.row_sampler import RowLogits, RowSampler, as_rows, row_sampler_bytes, row_sampler_specs
 from bytefloor.engine.scratch import Rehearsal
 from bytefloor.errors import CapacityError, UnsupportedError
 from bytefloor.model.fuse import Fused, fuse_one_row
@@ -379,7 +379,7 @@ class DeviceExecutor:
         sampler = RowSampler(self._memory.banned, self._most_drawn, kernels)
         return BatchLoop(self._start_together, sampler, self._banned_ids, self._stream, self.device)
 
-    def _start_together(self, batch: Batch, tokens: Tensor | None) -> Tensor:
+    def _start_together(self, batch: Batch, tokens: Tensor | None) -> RowLogits:
         """Logits of a row of each sequence, for which nobody waits. tokens: int64 on the device, for those of batch."""
         self._copy_pages(batch)
         n = len(batch.tokens)
@@ -387,7 +387,7 @@ class DeviceExecutor:
             return self._prompts.decode(batch, tokens)
         graph = self._place(batch, range(n), tokens)
         graph.replay()
-        return graph.memory.logits[:n]
+        return as_rows(graph.memory.logits[:n])
 
     def host_us(self, n: int = 20) -> float:
         """Microseconds the host takes to start one token: what must stay below the device's time for one.

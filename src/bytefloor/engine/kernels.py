@@ -157,7 +157,7 @@ class Kernel:
 
     def prepare(self, stream: int, grid: tuple[int, ...], arguments: Sequence[Any]) -> Callable[[], None]:
         """A launch that can be made again and again for little. arguments: tensors become pointers, None a null
-        pointer, int a 32-bit int.
+        pointer, int a 32-bit int, float a 32-bit float.
 
         The launch is a programmatic dependent of what precedes it: the kernel itself sees to it that what it reads has
         been written, by the parity of the values or by waiting for the kernels before.
@@ -187,8 +187,10 @@ class Kernel:
         return launch
 
 
-def _stored(argument: Any) -> ctypes.c_int | ctypes.c_void_p:
+def _stored(argument: Any) -> ctypes.c_int | ctypes.c_float | ctypes.c_void_p:
     """An argument as the driver copies it. KernelError for a number that 32 bits do not hold, which C would cut."""
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
     if isinstance(argument, int):
         if not -(2**31) <= argument < 2**31:
             raise KernelError(f"argument {argument} of a kernel: expected a number of 32 bits")

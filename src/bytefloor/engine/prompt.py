@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +22,7 @@ from bytefloor.engine.plan_rows import Item, attention_items
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.row_planner import SUMMED_ROWS, Planes, RowPlanner, RowStep, Walk
 from bytefloor.engine.row_products import pad_rows
+from bytefloor.engine.row_sampler import RowLogits
 from bytefloor.errors import CapacityError
 from bytefloor.model.fuse import FusedLogits
 from bytefloor.ops.row_tiles import ROWS, from_row_tiles, pitch_of, tiles_shape
@@ -45,8 +45,8 @@ class PromptRunner:
         assert isinstance(logits, FusedLogits)
         self._cap = logits.cap
         self._walks: dict[int, tuple[Walk, list[Callable[[], None]]]] = {}
-        self._decoding: dict[int, tuple[Callable[[], None], Tensor]] = {}
-        self._pool: Any = None
+        self._decoding: dict[int, tuple[Callable[[], None], Planes]] = {}
+        self._logits: Tensor | None = None
         self._tables = {name: np.zeros((planner.plan.n_sequences, n), np.int32) for name, n in planner.n_table.items()}
         self._shown: dict[str, list[list[int]]] = {name: [[]] * planner.plan.n_sequences for name in self._tables}
         # The planner's buffers were filled with zeros on the stream that was current, for which this one does not wait.
@@ -90,7 +90,7 @@ class PromptRunner:
             start()
         return walk
 
-    def decode(self, batch: Batch, tokens: Tensor | None) -> Tensor:
+    def decode(self, batch: Batch, tokens: Tensor | None) -> RowLogits:
         """The same of a row of each sequence, all wanted, by a graph: in place until the next call of this.
 
         tokens: int64 on the device, in place of the batch's.
@@ -100,24 +100,25 @@ class PromptRunner:
         self._place(batch, pitch)
         if tokens is not None:
             self._planner.inputs.tokens[:n].copy_(tokens)
-        replay, logits = self._decoder(pitch)
+        replay, planes = self._decoder(pitch)
         replay()
-        return logits[:n]
+        if self._logits is None:
+            most = pad_rows(self._planner.plan.n_sequences)
+            self._logits = torch.empty(most, self._planner.n_vocabulary, device=self._device)
+        return RowLogits(planes.values, planes.n, planes.plane_stride, float(self._cap), self._logits[:n])
 
-    def _decoder(self, pitch: int) -> tuple[Callable[[], None], Tensor]:
-        """A graph that computes all rows and their logits, captured when their number comes for the first time."""
+    def _decoder(self, pitch: int) -> tuple[Callable[[], None], Planes]:
+        """A graph of the trunk and the head of all rows, captured when their number comes for the first time."""
         if pitch not in self._decoding:
             walk, trunk = self._trunk(pitch)
-            logits = torch.empty(pitch, self._planner.n_vocabulary, device=self._device)
+            head = walk.head(pitch)
+            steps = [*trunk, *self._prepare(head.launches)]
 
             def work() -> None:
-                for start in trunk:
+                for start in steps:
                     start()
-                logits.copy_(self._head(walk, pitch))
 
-            if self._pool is None and self._device.type == "cuda":
-                self._pool = torch.cuda.graph_pool_handle()
-            self._decoding[pitch] = capture(work, self._stream, self._device, self._pool), logits
+            self._decoding[pitch] = capture(work, self._stream, self._device), head.planes
         return self._decoding[pitch]
 
     def _trunk(self, pitch: int) -> tuple[Walk, list[Callable[[], None]]]:

@@ -170,10 +170,13 @@ class RowPlanner:
         return max(logits, sums, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
 
     def decoding_bytes(self) -> int:
-        """What graphs of a row a sequence hold for good, one for each padding: their logits; and, shared, the most that
-        computing these takes."""
+        """What graphs of a row a sequence hold for good: the planes of each padding's head, and logits."""
         most = pad_rows(self.plan.n_sequences)
-        return sum(n for n in self.paddings if n <= most) * self.n_vocabulary * 4 + self.running_bytes()
+        head = self.fused[-2]
+        assert isinstance(head, FusedProduct)
+        product = self.product(head)
+        planes = sum(product.splits(pitch, self.card) * pitch for pitch in self.paddings if pitch <= most)
+        return (planes + most) * self.n_vocabulary * 4
 
     def product(self, fused: FusedProduct) -> RowProduct:
         """The matrices of a call; gate and up are one."""

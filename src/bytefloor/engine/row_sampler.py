@@ -45,6 +45,25 @@ class Draw:
     words: npt.NDArray[np.uint64]
 
 
+@dataclass(frozen=True)
+class RowLogits:
+    """Rows of logits as a head leaves them: float32 [n_planes][rows][V], to be added and capped.
+
+    whole: float32 [rows, V], where they are put; a single plane without a cap may be it.
+    """
+
+    planes: Tensor
+    n_planes: int
+    plane_stride: int
+    cap: float
+    whole: Tensor
+
+
+def as_rows(logits: Tensor) -> RowLogits:
+    """Contiguous logits [R, V] that need nothing."""
+    return RowLogits(logits, 1, 0, 0.0, logits)
+
+
 class RowSampler:
     """Samples up to ``most_rows`` rows of float32 logits [R, V] at once.
 
@@ -83,12 +102,13 @@ class RowSampler:
         host = host.pin_memory() if self._device.type == "cuda" else host
         self._asked[: len(draws)].copy_(host, non_blocking=True)
 
-    def start(self, logits: Tensor) -> None:
-        """Draw from all rows of contiguous logits [R, V], on the current stream; a graph can hold it."""
-        n = logits.shape[0]
+    def start(self, rows: RowLogits) -> None:
+        """Draw from all rows, on the current stream."""
+        n = rows.whole.shape[0]
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._mass.launch(stream, (MASS_BLOCKS, n), (logits, self._maxima, self._parts))
-        found = (logits, self._maxima, self._best, self._ids, self.n_best, self.n_vocabulary)
+        planes = (rows.planes, rows.n_planes, rows.plane_stride, rows.cap)
+        self._mass.launch(stream, (MASS_BLOCKS, n), (*planes, rows.whole, self._maxima, self._parts))
+        found = (rows.whole, self._maxima, self._best, self._ids, self.n_best, self.n_vocabulary)
         self._highest.launch(stream, (n, 1), found)
         rest = (self._best, self._ids, self._parts, self._banned, self._asked, self.tokens, self.records)
         self._sample.launch(stream, (1, n), rest)

@@ -1,23 +1,32 @@
-// row_mass: of rows of logits what their probabilities and their best tokens are found from, in one pass over each.
+// row_mass: rows of logits from the planes of the head's product, and what probabilities and best tokens are found from.
 //
-// logits float32 [R][V] -> maxima float32 [R][N / 64], of groups of 64 (-inf beyond V); parts float64 [R][BLOCKS][2]: of each block's
-// share of a row the maximum m and the sum of exp(logit - m). A NaN or +inf leaves a sum that is NaN. Exact but for exp and the order
-// of sums.
+// planes float32 [n_planes][..][V], plane_stride floats apart, are added in order -> logits float32 [R][V] = cap tanh(y / cap), y itself
+// without a cap (0); they may be the one plane. maxima float32 [R][N / 64], of groups of 64 (-inf beyond V); parts float64
+// [R][BLOCKS][2]: of each block's share of a row the maximum m and the sum of exp(logit - m). A NaN or +inf leaves a sum that is NaN.
+// Exact but for tanh, exp and the order of sums. Moves planes and logits once.
 // Defined by the host: V, N (V filled up to whole groups), BLOCKS (of a row), THREADS. Grid: BLOCKS, R.
 constexpr int GROUP = 64, GROUPS = N / GROUP, SHARE = (GROUPS + BLOCKS - 1) / BLOCKS, WARPS = THREADS / 32;
 
 __device__ __forceinline__ float largest(float a, float b) { return isnan(a) || isnan(b) ? a + b : fmaxf(a, b); }
 
-extern "C" __global__ void __launch_bounds__(THREADS) row_mass(const float* logits, float* maxima, double* parts) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    row_mass(const float* planes, int n_planes, int plane_stride, float cap, float* logits, float* maxima, double* parts) {
     __shared__ float of_warps[WARPS];
     __shared__ double sums[WARPS];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     wait_for_previous();
     let_next_start();
-    logits += (size_t)blockIdx.y * V, maxima += (size_t)blockIdx.y * GROUPS;
+    planes += (size_t)blockIdx.y * V, logits += (size_t)blockIdx.y * V, maxima += (size_t)blockIdx.y * GROUPS;
     int first = blockIdx.x * SHARE, end = min(first + SHARE, GROUPS);
     const float lowest = -__int_as_float(0x7f800000);
-    auto at = [&](int i) { return i < V ? logits[i] + 0.f : lowest; };  // -0 is 0
+    auto at = [&](int i) {
+        if (i >= V) return lowest;
+        float v = planes[i];
+        for (int p = 1; p < n_planes; p++) v += planes[(size_t)p * plane_stride + i];
+        if (cap > 0) v = cap * tanhf(v / cap);
+        logits[i] = v;
+        return v + 0.f;  // -0 is 0
+    };
     float best = lowest;
     for (int group = first + warp; group < end; group += WARPS) {
         float v = largest(at(group * GROUP + lane), at(group * GROUP + 32 + lane));

@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(64)
     sample_rows(const float* best, const long long* ids, const double* parts, const u8* banned, const u64* asked, long long* tokens,
                 double* records) {
     __shared__ double values[MOST], running[MOST];
-    __shared__ int kept_ids[MOST], n_kept;
+    __shared__ int kept_ids[MOST], of_warps[2], chosen_id;
+    __shared__ double chosen_logit, weights[BLOCKS];
     int i = threadIdx.x, row = blockIdx.y;
     wait_for_previous();
     let_next_start();
@@ -36,11 +37,18 @@ extern "C" __global__ void __launch_bounds__(64)
     double temperature = numbers[4], top_p = numbers[5], log_min_p = numbers[6], xtc = numbers[7], threshold = numbers[8];
     int top_k = (int)asked[2], flags = (int)asked[3];
     const double lowest = -__longlong_as_double(0x7ff0000000000000ll), nan = __longlong_as_double(0x7ff8000000000000ll);
-    if (i == 0) {
-        n_kept = 0;
-        for (int from = 0; from < MOST; from++)
-            if (!banned[ids[from]]) values[n_kept] = best[from], kept_ids[n_kept++] = (int)ids[from];
+    // Those that are not banned, in their order.
+    int own_id = i < MOST ? (int)ids[i] : 0;
+    float own = i < MOST ? best[i] : 0;
+    bool is_kept = i < MOST && !banned[own_id];
+    u32 kept = __ballot_sync(~0u, is_kept);
+    if (i % 32 == 0) of_warps[i / 32] = __popc(kept);
+    __syncthreads();
+    if (is_kept) {
+        int place = (i >= 32 ? of_warps[0] : 0) + __popc(kept & ((1u << i % 32) - 1));
+        values[place] = own, kept_ids[place] = own_id;
     }
+    int n_kept = of_warps[0] + of_warps[1];
     __syncthreads();
     bool is_told = n_kept >= top_k;
     int n = min(top_k, n_kept);
@@ -94,17 +102,16 @@ extern "C" __global__ void __launch_bounds__(64)
         double wanted = mass * fmax(uniform(word), 1e-300);
         for (int k = 0; k < n - 1; k++) chosen += running[k] < wanted;
     }
-    if (i < TOPS) records[5 + i] = (double)ids[i], records[5 + TOPS + i] = best[i];
+    if (i < TOPS) records[5 + i] = own_id, records[5 + TOPS + i] = own;
+    double shift = best[0];
+    if (i == 0) chosen_id = n ? kept_ids[chosen] : 0, chosen_logit = nan;
+    for (int b = i; b < BLOCKS; b += 64) weights[b] = parts[2 * b] == lowest ? 0.0 : parts[2 * b + 1] * exp(parts[2 * b] - shift);
+    __syncthreads();
+    if (i < MOST && own_id == chosen_id) chosen_logit = own;
+    __syncthreads();
     if (i) return;
-    double shift = best[0], total = 0;
-    for (int b = 0; b < BLOCKS; b++) {
-        double m = parts[2 * b], sum = parts[2 * b + 1];
-        total += m == lowest ? 0.0 : sum * exp(m - shift);
-    }
-    int token = n ? kept_ids[chosen] : 0;
-    double logit = nan;
-    for (int k = 0; k < MOST; k++)
-        if ((int)ids[k] == token) logit = best[k];
-    tokens[row] = token;
-    records[0] = token, records[1] = total, records[2] = shift, records[3] = logit, records[4] = is_told ? mass : nan;
+    double total = 0;
+    for (int b = 0; b < BLOCKS; b++) total += weights[b];
+    tokens[row] = chosen_id;
+    records[0] = chosen_id, records[1] = total, records[2] = shift, records[3] = chosen_logit, records[4] = is_told ? mass : nan;
 }
