@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from bytefloor.tools.tables import (
+    MISSING,
     RESULTS,
     load_rows,
     make_kernel_table,
@@ -13,6 +14,7 @@ from bytefloor.tools.tables import (
     make_pages,
     make_prompt_table,
     make_rows_table,
+    make_serve_table,
     make_table,
     with_table,
 )
@@ -96,6 +98,25 @@ def test_both_ways_of_a_product_stand_in_a_line() -> None:
         "| s | Q4_K | 512 |  | 140.0 |  |  | c | 2 |"
     ]
     assert make_rows_table([]) == "Not measured yet.\n"
+
+
+def test_loads_have_a_line_each_and_the_newest_counts() -> None:
+    row = {
+        "verb": "serve", "model": "m", "streams": 32, "rate_s": None, "is_cold": False, "n_prompt": 128, "n_gen": 64,
+        "tok_s": 1234.5, "engine_tok_s": 1300.0, "ttft_ms_p50": 20.04, "ttft_ms_p99": 31.0, "tpot_ms_p50": None,
+        "card": "C", "date": "2026-01-02",
+    }  # fmt: skip
+    rows = [
+        row | {"tok_s": 1.0, "date": "2026-01-01"}, row, row | {"streams": None, "rate_s": 2.5, "engine_tok_s": None},
+        row | {"streams": 1, "is_cold": True},
+    ]  # fmt: skip
+    lines = make_serve_table(rows).splitlines()[2:]
+    assert lines == [
+        "| m | 32 | 128 | 64 | 1,234 | 1,300 | 20.0 | 31.0 |  | C | 2026-01-02 |",
+        "| m | 2.5 a second | 128 | 64 | 1,234 |  | 20.0 | 31.0 |  | C | 2026-01-02 |",
+        "| m | 1, new connections | 128 | 64 | 1,234 | 1,300 | 20.0 | 31.0 |  | C | 2026-01-02 |",
+    ]
+    assert make_serve_table([]) == MISSING
 
 
 def test_each_table_goes_between_its_own_marks() -> None:

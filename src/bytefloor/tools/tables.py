@@ -70,6 +70,29 @@ def make_prompt_table(rows: Rows) -> str:
     return _markdown(headings, lines) + f"\n{told}\n"
 
 
+def make_serve_table(rows: Rows) -> str:
+    """Markdown, a line for each load over HTTP, the newest row of it. What was not measured is left empty."""
+    headings = (
+        "model", "requests at a time", "prompt", "answer", "tok/s", "without HTTP", "first token, ms", "99 of 100",
+        "each token, ms", "card", "date",
+    )  # fmt: skip
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        many = str(row["streams"]) if row["streams"] else f"{row['rate_s']} a second"
+        how = f"{many}, new connections" if row["is_cold"] else many
+        found[row["model"], how, f"{row['n_prompt']:,}", f"{row['n_gen']:,}"] = row
+
+    def cell(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    lines = [
+        (*what, cell(row["tok_s"], 0), cell(row["engine_tok_s"], 0), cell(row["ttft_ms_p50"], 1),
+         cell(row["ttft_ms_p99"], 1), cell(row["tpot_ms_p50"], 2), row["card"], row["date"])
+        for what, row in found.items()
+    ]  # fmt: skip
+    return _markdown(headings, lines) if lines else MISSING
+
+
 def make_rows_table(rows: Rows) -> str:
     """Markdown, a line for each product of many rows, the newest of it: the kernel beside unpacking and cuBLAS."""
     headings = (
@@ -142,6 +165,7 @@ def make_pages() -> dict[Path, str]:
         README: {
             "results": make_table(rows) + make_limit_line(rows, kernels),
             "prompts": make_prompt_table(load_rows(RESULTS, "prompt")),
+            "serve": make_serve_table(load_rows(RESULTS, "serve")),
         },
         BENCH_PAGE: {
             "results": make_kernel_table(kernels),
