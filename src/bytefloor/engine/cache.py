@@ -169,6 +169,7 @@ class SequenceCache:
         self.plan = plan
         self.kinds = tuple(kinds)
         self.length = 0
+        self._sliding = [(kind, kind.window) for kind in kinds if kind.window is not None]
         self._is_kept = False
         self._pools = pools
         self._pages: dict[str, dict[int, int]] = {kind.name: {} for kind in kinds}
@@ -258,9 +259,9 @@ class SequenceCache:
         """The rows are written. Pages that no later row can see are returned."""
         before, size = self.length, self.plan.page_size
         self.length += n_rows
-        for kind in self.kinds:
-            first = self._first_visible(kind, self.length) // size
-            if first > self._first_visible(kind, before) // size:
+        for kind, window in self._sliding:
+            first = (self.length - window + 1) // size
+            if first > (before - window + 1) // size:
                 self._release(kind, [index for index in self._pages[kind.name] if index < first])
 
     def _release(self, kind: CacheKind, places: Sequence[int]) -> None:

@@ -116,7 +116,8 @@ class SequenceState:
         if sampled.id in self._end_ids:
             return self._cut("stop", "end of turn", "", sampled)
         text = self._decoder.push(sampled.id)
-        self._count_thought(text)
+        if self._budget is not None or self._forced:
+            self._count_thought(text)
         text, is_stopped = self._stop.push(text)
         if is_stopped:
             return self._last("stop", "stop string", text, sampled)
