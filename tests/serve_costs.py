@@ -101,9 +101,10 @@ def opened_with(vocabulary: Path, directory: Path, n: int, step_s: float) -> tup
 
 @dataclass
 class Clocks:
-    """CPU seconds."""
+    """Seconds, of CPU time but for the wall's, and tokens until then."""
 
     tokens: int
+    wall: float
     engine: float
     loop: float
 
@@ -116,7 +117,7 @@ class Clocks:
     @classmethod
     def now(cls, loop: Paced, threads: Sequence[threading.Thread]) -> Clocks:
         spent = [time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads]
-        return cls(loop.n_tokens, *spent)
+        return cls(loop.n_tokens, time.perf_counter(), *spent)
 
 
 def measure(running: Live, loop: Paced, n: int, is_chat: bool) -> list[Clocks]:
@@ -157,18 +158,20 @@ def main() -> None:
     parser.add_argument("n", type=int, nargs="*", default=[32, 64])
     parser.add_argument("--step-ms", type=float, default=10.0, help="long enough that each step is read alone")
     given = parser.parse_args()
-    print("streams, path, engine us, loop us, together us")
+    print("streams, path, tokens a second, engine us, loop us, together us")
     for n in given.n:
         with tempfile.TemporaryDirectory() as directory:
             step_s = given.step_ms / 1e3
             opened, loop = opened_with(given.vocabulary, Path(directory), n, step_s)
             with live(opened, ServerOptions()) as running:
                 for is_chat in (False, True):
-                    costs = [end.since(start) for start, end in pairwise(measure(running, loop, n, is_chat))]
+                    found = measure(running, loop, n, is_chat)
+                    rate = (found[-1].tokens - found[0].tokens) / (found[-1].wall - found[0].wall)
+                    costs = [end.since(start) for start, end in pairwise(found)]
                     # Whatever else the machine does only adds.
                     engine, events, both = (min(column) for column in zip(*costs, strict=True))
                     name = "chat" if is_chat else "text"
-                    print(f"{n}, {name}, {engine:.1f}, {events:.1f}, {both:.1f}", flush=True)
+                    print(f"{n}, {name}, {rate:.0f}, {engine:.1f}, {events:.1f}, {both:.1f}", flush=True)
 
 
 if __name__ == "__main__":

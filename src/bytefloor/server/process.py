@@ -91,7 +91,9 @@ async def serve(service: Service, bound: socket.socket) -> int:
         loop.add_signal_handler(number, on_signal)
     # What is there now stays. To look through a large vocabulary for garbage takes a quarter of a second, in which
     # nobody else runs.
-    gc.collect()
     gc.freeze()
-    await server.serve(sockets=[bound])
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        gc.unfreeze()
     return 1 if service.worker.broken is not None else 0
