@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import NULL_PAGE, CachePlan, Room, SequenceCache, make_pools
@@ -203,3 +205,51 @@ def test_missing_pages_are_those_that_writing_takes() -> None:
     assert {name: before[name] - pool.n_free for name, pool in pools.items()} == {"sliding": 2, "global": 2}
     assert [cache.n_missing(kind, 3) for kind in KINDS] == [0, 0]
     twin.free()
+
+
+ACTIONS = st.sampled_from(["advance", "look", "fork", "rewind", "free", "keep"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 3), st.integers(1, 5)), max_size=40))
+def test_what_is_remembered_is_what_would_be_found(actions: list[tuple[str, int, int]]) -> None:
+    """Against caches that forget before each action what pages they hold alone, and their tables."""
+    played = [play(actions, forgets=False), play(actions, forgets=True)]
+    assert played[0] == played[1]
+
+
+def play(actions: list[tuple[str, int, int]], *, forgets: bool) -> list[object]:
+    _, pools, first = make(capacity=24, chunk=5, n_sequences=3)
+    caches, kept, said = [first], [], []
+    for action, which, n in actions:
+        cache = caches[which % len(caches)]
+        if forgets:
+            cache._writable_to = 0
+            cache._tables.clear()
+        try:
+            if action == "advance":
+                said.append(cache.reserve(n))
+                cache.commit(n - n // 3)
+            elif action == "fork":
+                caches.append(cache.fork())
+            elif action == "rewind":
+                cache.rewind(max(0, cache.length - n))
+            elif action == "free":
+                cache.free()
+            elif action == "keep":
+                kept.append(cache.fork())
+                kept[-1].keep()
+        except CapacityError as error:
+            said.append(str(error))
+        said += [cache.is_writable(n), [cache.table(kind) for kind in KINDS], [pool.n_free for pool in pools.values()]]
+    return said
+
+
+def test_tables_that_were_given_stay_as_they_were() -> None:
+    _, _, cache = make()
+    advance(cache, 4)
+    table = cache.table(GLOBAL)
+    before = list(table)
+    advance(cache, 1)
+    assert cache.table(GLOBAL) != before
+    assert table == before

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bytefloor.engine.loops import MIN_SPAN, is_looping
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytefloor.engine.loops import MAX_PERIOD, MIN_REPEATS, MIN_SPAN, is_looping
 from bytefloor.engine.scheduler import Scheduler
 
 
@@ -127,3 +130,22 @@ def test_loops_are_found_and_ordinary_text_is_not() -> None:
     assert not is_looping([5] * (MIN_SPAN - 1))
     assert not is_looping([1, 2, 3] * 40 + [4])
     assert not is_looping(list(range(60)) * 3)
+    assert not is_looping([7] * 100 + [5] * (MIN_SPAN - 1), 100)
+    assert is_looping([7] * 100 + [5] * MIN_SPAN, 100)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), max_size=5),
+    st.lists(st.integers(0, 2), min_size=1, max_size=MAX_PERIOD + 2),
+    st.integers(MIN_SPAN - 40, MIN_REPEATS * MAX_PERIOD + 40),
+    st.lists(st.integers(0, 2), max_size=2),
+)
+def test_loops_are_found_by_what_they_are(before: list[int], gram: list[int], n: int, behind: list[int]) -> None:
+    ids = before + (gram * n)[:n] + behind
+
+    def repeats(period: int) -> bool:
+        last = ids[len(before) :][-max(MIN_SPAN, MIN_REPEATS * period) :]
+        return len(last) >= max(MIN_SPAN, MIN_REPEATS * period) and last[period:] == last[:-period]
+
+    assert is_looping(ids, len(before)) == any(map(repeats, range(1, MAX_PERIOD + 1)))

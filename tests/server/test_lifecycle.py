@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -266,11 +267,12 @@ def test_a_signal_lets_a_stream_finish_and_ends_the_process(directory: Path, num
 
 
 def test_a_broken_engine_ends_the_process_with_status_1(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V05: whoever supervises it starts another."""
+    """V05: whoever supervises it starts another. While it serves, nobody looks for garbage in what was there before."""
     monkeypatch.setattr(process, "GRACE_S", 0.5)
     engine, executor = scripted(opened)
     executor.failure = KernelError("gone")
     service, bound = Service(engine, SHORT), process.bind("127.0.0.1", 0)
+    n_frozen: list[int] = []
     client = httpx.Client(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=30)
 
     def is_up() -> bool:
@@ -281,10 +283,12 @@ def test_a_broken_engine_ends_the_process_with_status_1(opened: Opened, monkeypa
 
     def ask() -> list[int]:
         eventually(is_up, "started")
+        n_frozen.append(gc.get_freeze_count())
         return [client.post(CHAT, json={"messages": user("hi")}).status_code, client.get("/health").status_code]
 
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask)
         assert asyncio.run(asyncio.wait_for(process.serve(service, bound), 60)) == 1
         assert asked.result() == [500, 503]
+    assert n_frozen[0] > 10_000 > gc.get_freeze_count() == 0
     client.close()

@@ -7,13 +7,14 @@ who ends with that one has a row that is computed for nobody. Whoever drives thi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from bytefloor.engine.batch import Batch
+from bytefloor.engine.batch import PageCopy
 from bytefloor.engine.batch_loop import KNOWN, BatchLoop, UnderWay
+from bytefloor.engine.cache import next_rows
 from bytefloor.engine.pages import Pages
 from bytefloor.engine.row_sampler import Draw, draw_of
 from bytefloor.engine.sampler import Sampled
@@ -30,13 +31,10 @@ class _Step:
 
 
 class Ahead:
-    """capacity: positions a sequence may have. chooses_freely: whether a sequence decodes, and nothing but
-    its parameters says what token it gets."""
+    """capacity: positions a sequence may have."""
 
-    def __init__(
-        self, loop: BatchLoop | None, pages: Pages, capacity: int, chooses_freely: Callable[[SequenceState], bool]
-    ) -> None:
-        self._loop, self._pages, self._capacity, self._chooses_freely = loop, pages, capacity, chooses_freely
+    def __init__(self, loop: BatchLoop | None, pages: Pages, capacity: int) -> None:
+        self._loop, self._pages, self._capacity = loop, pages, capacity
         self._steps: deque[_Step] = deque()
         self._draws: dict[SequenceState, Draw | None] = {}
 
@@ -46,7 +44,7 @@ class Ahead:
 
     def draw(self, sequence: SequenceState) -> Draw | None:
         """What to ask the device for a sequence's next token; None where it is the host's."""
-        if self._loop is None or not self._chooses_freely(sequence):
+        if self._loop is None or not sequence.chooses_freely:
             return None
         if sequence not in self._draws:
             sampler = sequence.sampler
@@ -64,21 +62,24 @@ class Ahead:
         before = self._steps[-1].members if self._steps else []
         rows = {sequence: row for row, sequence in enumerate(before) if sequence is not None}
         chosen = [each for each in sequences if each not in rows or each.may_go_on(self._capacity)]
-        batch, draws, sources = Batch(), list[Draw](), [rows.get(each, KNOWN) for each in chosen]
+        if not chosen:
+            return False
+        sources = [rows.get(each, KNOWN) for each in chosen]
+        n_before = [int(source != KNOWN) for source in sources]
+        copies: list[PageCopy] = []
         try:
-            for sequence, source in zip(chosen, sources, strict=True):
-                n_before = int(source != KNOWN)
-                batch.copies.extend(self._pages.reserve(sequence.cache, 1 + n_before))
-                sequence.cache.append_row(batch, sequence.ids[-1], n_before)
-                draws.append(self._asked(sequence))
+            for sequence, n in zip(chosen, n_before, strict=True):
+                if not sequence.cache.is_writable(1 + n):
+                    copies.extend(self._pages.reserve(sequence.cache, 1 + n))
         except CapacityError:
             return False  # pages that were found are held, and soon wanted
-        if chosen:
-            self._steps.append(_Step(list(chosen), self._loop.launch(batch, draws, sources)))
-        return bool(chosen)
+        batch = next_rows([each.cache for each in chosen], [each.ids[-1] for each in chosen], n_before, copies)
+        draws = [self._asked(each) for each in chosen]
+        self._steps.append(_Step(list(chosen), self._loop.launch(batch, draws, sources)))
+        return True
 
     def _asked(self, sequence: SequenceState) -> Draw:
-        draw = self.draw(sequence)
+        draw = self._draws[sequence]
         assert draw is not None
         return draw
 

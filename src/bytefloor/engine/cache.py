@@ -169,9 +169,14 @@ class SequenceCache:
         self.plan = plan
         self.kinds = tuple(kinds)
         self.length = 0
+        self._sliding = [(kind, kind.window) for kind in kinds if kind.window is not None]
         self._is_kept = False
         self._pools = pools
         self._pages: dict[str, dict[int, int]] = {kind.name: {} for kind in kinds}
+        # All pages from that of ``length`` up to this position are held, and nobody else's. Most rows need no more.
+        self._writable_to = 0
+        # Tables since the last change of pages.
+        self._tables: dict[str, list[int]] = {}
 
     def reserve(self, n_rows: int) -> list[PageCopy]:
         """Make the next n_rows positions writable; returns the copies that must happen before they are written.
@@ -179,6 +184,8 @@ class SequenceCache:
         CapacityError when the sequence's capacity or a pool is exhausted; then nothing has been taken.
         """
         end = self.length + n_rows
+        if end <= self._writable_to and n_rows <= self.plan.chunk:
+            return []
         if end > self.plan.capacity:
             raise CapacityError(f"sequence would reach {end} positions, capacity is {self.plan.capacity}")
         if n_rows > self.plan.chunk and any(kind.window is not None for kind in self.kinds):
@@ -191,7 +198,9 @@ class SequenceCache:
                 raise CapacityError(
                     f"cache {kind.name}: {n_needed} pages needed, {pool.n_free} of {pool.n_pages - 1} free"
                 )
-        return [copy for kind, index in needed for copy in self._make_writable(kind, index)]
+        copies = [copy for kind, index in needed for copy in self._make_writable(kind, index)]
+        self._writable_to = min(self.plan.capacity, ceil_div(end, self.plan.page_size) * self.plan.page_size)
+        return copies
 
     def _unwritable(self, kind: CacheKind, end: int) -> list[int]:
         """Which of the pages up to ``end`` are not held yet, or are shared."""
@@ -203,6 +212,7 @@ class SequenceCache:
         pages, pool = self._pages[kind.name], self._pools[kind.name]
         shared = pages.get(index)
         pages[index] = pool.take()
+        self._tables.clear()
         if shared is None:
             return []
         pool.release(shared)
@@ -223,18 +233,6 @@ class SequenceCache:
         batch.sequence.extend([index] * len(ids))
         batch.wanted.extend(first_row + row for row in wanted)
 
-    def append_row(self, batch: Batch, token: int, n_before: int = 0) -> None:
-        """Put one row, wanted, into a batch of such rows: the next, or the one behind n_before that are under
-        way. It and they are writable."""
-        place = self.length + n_before
-        batch.wanted.append(len(batch.tokens))
-        batch.sequence.append(len(batch.tokens))
-        batch.tokens.append(token)
-        batch.positions.append(place)
-        batch.slots.append(place)
-        for kind in self.kinds:
-            batch.tables.setdefault(kind.name, []).append(self.table(kind))
-
     def show(self, batch: Batch, n_rows: int) -> None:
         """Make the next n_rows positions writable, and put copies and tables that this takes into a batch; no rows."""
         batch.copies.extend(self.reserve(n_rows))
@@ -244,6 +242,8 @@ class SequenceCache:
     def is_writable(self, n_rows: int) -> bool:
         """Whether the next n_rows positions need no page that is not held."""
         end = self.length + n_rows
+        if end <= self._writable_to:
+            return True
         return end <= self.plan.capacity and not any(self._unwritable(kind, end) for kind in self.kinds)
 
     def n_missing(self, kind: CacheKind, n_rows: int) -> int:
@@ -257,11 +257,18 @@ class SequenceCache:
 
     def commit(self, n_rows: int) -> None:
         """The rows are written. Pages that no later row can see are returned."""
+        before, size = self.length, self.plan.page_size
         self.length += n_rows
-        for kind in self.kinds:
-            first = self._first_visible(kind, self.length) // self.plan.page_size
-            for index in [i for i in self._pages[kind.name] if i < first]:
-                self._pools[kind.name].release(self._pages[kind.name].pop(index))
+        for kind, window in self._sliding:
+            first = (self.length - window + 1) // size
+            if first > (before - window + 1) // size:
+                self._release(kind, [index for index in self._pages[kind.name] if index < first])
+
+    def _release(self, kind: CacheKind, places: Sequence[int]) -> None:
+        pages, pool = self._pages[kind.name], self._pools[kind.name]
+        for index in places:
+            pool.release(pages.pop(index))
+        self._tables.clear()
 
     @staticmethod
     def _first_visible(kind: CacheKind, length: int) -> int:
@@ -283,15 +290,14 @@ class SequenceCache:
         """Forget the positions from ``length`` on. CapacityError where sliding layers no longer hold their window."""
         if not self.can_rewind(length):
             raise CapacityError(f"cannot rewind from {self.length} to {length}: its window has been returned")
-        self.length = length
+        self.length, self._writable_to = length, 0
         for kind in self.kinds:
-            for index in [i for i in self._pages[kind.name] if i * self.plan.page_size >= length]:
-                self._pools[kind.name].release(self._pages[kind.name].pop(index))
+            self._release(kind, [index for index in self._pages[kind.name] if index * self.plan.page_size >= length])
 
     def fork(self) -> SequenceCache:
         """A second owner of the same positions; whichever writes into a shared page first copies it."""
         twin = SequenceCache(self.plan, self.kinds, self._pools)
-        twin.length = self.length
+        twin.length, self._writable_to = self.length, 0
         for kind in self.kinds:
             for index, page in self._pages[kind.name].items():
                 self._pools[kind.name].share(page)
@@ -307,7 +313,8 @@ class SequenceCache:
 
     def free(self) -> None:
         """Return every page."""
-        self.length = 0
+        self.length = self._writable_to = 0
+        self._tables.clear()
         for kind in self.kinds:
             for page in self._pages[kind.name].values():
                 self._pools[kind.name].release(page, self._is_kept)
@@ -315,12 +322,33 @@ class SequenceCache:
         self._is_kept = False
 
     def table(self, kind: CacheKind) -> list[int]:
-        """Page ids in ring order; the null page where nothing is held."""
+        """Page ids in ring order; the null page where nothing is held. Never changed: other pages make another list."""
+        found = self._tables.get(kind.name)
+        if found is not None:
+            return found
         n_table = self.plan.n_table(kind)
         ring = [NULL_PAGE] * n_table
         for index, page in self._pages[kind.name].items():
             ring[index % n_table] = page
+        self._tables[kind.name] = ring
         return ring
+
+
+def next_rows(
+    caches: Sequence[SequenceCache], tokens: list[int], n_before: Sequence[int], copies: list[PageCopy]
+) -> Batch:
+    """A batch of one wanted row of each sequence: its next, or the one behind as many as are under way of it. It and
+    they are writable once the copies are made."""
+    places = [cache.length + n for cache, n in zip(caches, n_before, strict=True)]
+    return Batch(
+        tokens=tokens,
+        positions=places,
+        slots=list(places),
+        sequence=list(range(len(caches))),
+        wanted=list(range(len(caches))),
+        tables={kind.name: [cache.table(kind) for cache in caches] for kind in caches[0].kinds},
+        copies=copies,
+    )
 
 
 def make_pools(plan: CachePlan, kinds: Sequence[CacheKind]) -> dict[str, PagePool]:

@@ -48,7 +48,7 @@ class Engine:
         self._drafting = Drafting(self._speculation, self._scheduler, self._pages, self.capacity)
         self._n_requests = 0
         self._loop = executor.make_loop()
-        self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity, self._chooses_freely)
+        self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity)
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
         self._looping: SequenceState | None = None
         self._is_shown = False
@@ -159,7 +159,7 @@ class Engine:
                 sequence.cache.commit(1)
                 sequence.sampler.accept(sampled.id)
                 deltas.append(self._take(sequence, sampled))
-            if not self._chooses_freely(sequence):
+            if not sequence.chooses_freely:
                 self._ahead.forget(sequence)
         return deltas
 
@@ -175,11 +175,6 @@ class Engine:
     def _drop_together(self) -> None:
         for sequence in self._ahead.clear():
             self._drop(sequence)
-
-    @staticmethod
-    def _chooses_freely(sequence: SequenceState) -> bool:
-        """Whether it decodes, and its parameters alone say what a device makes of logits."""
-        return sequence.is_decoding and sequence.has_free_choice and not sequence.is_handed_back
 
     def _settle(self, planned: Rows) -> tuple[Rows, list[PageCopy], list[Delta]]:
         """Rows whose pages are there, what is to be copied first, and who had to be ended."""
@@ -392,14 +387,13 @@ class Engine:
     def _take(self, sequence: SequenceState, sampled: Sampled) -> Delta:
         is_prompt_done = sequence.first_token_at is None
         delta = sequence.accept(sampled, self.capacity)
-        computed = sequence.ids[: sequence.cache.length]
         if is_prompt_done:
-            self._pages.prefixes.put(computed, sequence.cache.fork())
+            self._pages.prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache.fork())
         if delta.finish is not None:
             self._remove(sequence)
             # Pages of drafts that nobody needs any more.
             sequence.cache.rewind(sequence.cache.length)
-            self._pages.prefixes.put(computed, sequence.cache)
+            self._pages.prefixes.put(sequence.ids[: sequence.cache.length], sequence.cache)
         return delta
 
     def _remove(self, sequence: SequenceState | EmbeddingState) -> None:

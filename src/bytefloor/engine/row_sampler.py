@@ -119,9 +119,12 @@ class RowSampler:
             return None
         token, total, shift, logit, _ = row[:_N_CHECKED]
         log_total, n = math.log(total), params.n_logprobs
+        logprob = min((logit - shift) - log_total, 0.0)
+        if n == 0:
+            return Sampled(int(token), logprob, ())
         ids, values = row[_N_CHECKED : _N_CHECKED + n], row[_N_CHECKED + self.n_tops : _N_CHECKED + self.n_tops + n]
         tops = tuple((int(i), min((v - shift) - log_total, 0.0)) for i, v in zip(ids, values, strict=True))
-        return Sampled(int(token), min((logit - shift) - log_total, 0.0), tops)
+        return Sampled(int(token), logprob, tops)
 
 
 def draw_of(sampler: Sampler) -> Draw:

@@ -23,7 +23,8 @@ Cut = Callable[[Floats], Ids]
 _PART = 16_384
 
 
-@dataclass(frozen=True)
+# Not frozen: there is one for every token, and frozen ones take three times as long to make.
+@dataclass(slots=True)
 class Sampled:
     """A token, its natural log-probability, and the `n_logprobs` best tokens with theirs, descending.
 

@@ -70,8 +70,9 @@ class Scheduler(Generic[S]):
         the other half goes to those with the least left to read, so that short ones do not wait behind a long one;
         what they leave is the oldest one's again.
         """
-        decoding = [sequence for sequence in self.running if sequence.n_pending == 1]
-        prompts = [sequence for sequence in self.running if sequence.n_pending > 1]
+        pending = [(sequence, sequence.n_pending) for sequence in self.running]
+        decoding = [sequence for sequence, n in pending if n == 1]
+        prompts = [sequence for sequence, n in pending if n > 1]
         n_left = 1 if prompts and prompts[0] is self.running[0] else 0
         planned = [(sequence, 1) for sequence in decoding[: self.chunk - n_left]]
         shares = self._shares([prompt.n_pending for prompt in prompts], self.chunk - len(planned))

@@ -58,6 +58,12 @@ class SequenceState:
         return self.first_token_at is not None and self.n_pending == 1
 
     @property
+    def chooses_freely(self) -> bool:
+        """Whether it decodes, and its parameters alone say what a device makes of logits."""
+        is_bound = self.is_handed_back or self.first_token_at is None or self.constraint is not None or self._forced
+        return not is_bound and len(self.ids) - self.cache.length == 1
+
+    @property
     def n_generated(self) -> int:
         return len(self.ids) - len(self.request.prompt_ids)
 
@@ -110,7 +116,8 @@ class SequenceState:
         if sampled.id in self._end_ids:
             return self._cut("stop", "end of turn", "", sampled)
         text = self._decoder.push(sampled.id)
-        self._count_thought(text)
+        if self._budget is not None or self._forced:
+            self._count_thought(text)
         text, is_stopped = self._stop.push(text)
         if is_stopped:
             return self._last("stop", "stop string", text, sampled)
@@ -120,7 +127,7 @@ class SequenceState:
             return self._cut("length", f"max_tokens {self.request.max_tokens}", text, sampled)
         if len(self.ids) >= capacity:
             return self._cut("length", f"context of {capacity} is full", text, sampled)
-        if self.request.detects_loops and is_looping(self.ids[len(self.request.prompt_ids) :]):
+        if self.request.detects_loops and is_looping(self.ids, len(self.request.prompt_ids)):
             return self._cut("loop", "the answer repeats itself", text, sampled)
         return Delta(self.request_id, text, sampled)
 

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from bytefloor.engine.request import Finish
 from bytefloor.engine.sampler import Sampled
 from bytefloor.server.asked import Asked
-from bytefloor.server.event_stream import COMMENT, DONE
+from bytefloor.server.event_stream import COMMENT, DONE, HOLE, around, events
 from bytefloor.server.floor import Floor
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, Text, collected
@@ -24,7 +26,8 @@ _REASONS = {"stop": "stop", "length": "length", "loop": "length"}
 """OpenAI knows no word for an answer that was cut because it repeats itself; `finish_detail` says it."""
 
 
-@dataclass(frozen=True)
+# Not frozen: there is one for every token, and frozen ones take three times as long to make.
+@dataclass(slots=True)
 class Event:
     """What one step made known of a choice, named by its place. queue_s: with the finish, how long it had waited."""
 
@@ -49,6 +52,7 @@ class _Record:
 class Told(Protocol):
     """An answer as some API tells it: `whole` after all events, or `opening`, `chunks` of each event, `closing`.
 
+    encoded: `chunks` in the bytes of a stream, instead of them.
     beside: what is no part of the answer. quiet: what a stream sends while nothing happens; end: what it sends at last.
     facts: for the log.
     """
@@ -63,6 +67,7 @@ class Told(Protocol):
     def whole(self) -> Json: ...
     def opening(self) -> list[Json]: ...
     def chunks(self, event: Event) -> list[Json]: ...
+    def encoded(self, event: Event) -> bytes: ...
     def closing(self) -> list[Json]: ...
     def beside(self, value: Json) -> Json: ...
 
@@ -79,6 +84,7 @@ class Answer:
         self._is_chat = asked.kind == "chat"
         self._tokenizer = tokenizer
         self._records = [_Record() for _ in asked.choices]
+        self._around: dict[tuple[int, Channel], tuple[bytes, bytes]] = {}
         name = "chat.completion" if self._is_chat else "text_completion"
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "object": name, "created": int(time.time()), "model": model}
@@ -111,6 +117,22 @@ class Answer:
         is_last = all(record.finish is not None for record in self._records)
         timings = {"timings": self.timings()} if is_last and not self.asked.includes_usage else {}
         return [{**self._chunk(choice), **timings}]
+
+    def encoded(self, event: Event) -> bytes:
+        """As `chunks`; what is more text and nothing else, which nearly all is, is put into bytes that are there."""
+        if event.finish is not None or self.asked.has_logprobs or len(event.pieces) > 1:
+            return events(self.chunks(event))
+        if not event.pieces:
+            return b""
+        (piece,) = event.pieces
+        if not isinstance(piece, Text):
+            return events(self.chunks(event))
+        at = (event.choice, piece.channel)
+        if at not in self._around:
+            chunk = self._chunk({**self._piece(event.choice, {_FIELDS[piece.channel]: HOLE}, []), **_ending(None, ())})
+            self._around[at] = around(chunk)
+        before, behind = self._around[at]
+        return before + msgspec.json.encode(piece.text) + behind
 
     def closing(self) -> list[Json]:
         """The chunk with the usage, where it was asked for."""

@@ -11,7 +11,7 @@ import msgspec
 from bytefloor.engine.request import Finish
 from bytefloor.server.answers import Event, Json, timings
 from bytefloor.server.asked import Asked
-from bytefloor.server.event_stream import event as encoded
+from bytefloor.server.event_stream import HOLE, around, events
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, CallEnd, CallFailed, Text
 from bytefloor.text.reply import Event as Piece
@@ -21,11 +21,12 @@ _KINDS: dict[Channel, str] = {"content": "text", "reasoning": "thinking"}
 
 @dataclass
 class _Block:
-    """A block so far. head: what a call has besides its input."""
+    """A block so far. head: what a call has besides its input. around: the bytes of a delta around its text."""
 
     kind: str
     head: Json = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)
+    around: tuple[bytes, bytes] | None = None
 
     def begun(self) -> Json:
         """As a stream begins it: without its content."""
@@ -36,7 +37,7 @@ class _Block:
         text = "".join(self.parts)
         return self._with(text if self.kind != "tool_use" else msgspec.Raw(text.encode()))
 
-    def delta(self, text: str) -> Json:
+    def delta(self, text: str | msgspec.Raw) -> Json:
         """More of it."""
         kind, name = {
             "text": ("text_delta", "text"),
@@ -58,7 +59,7 @@ class MessageAnswer:
     A call is told when it is whole, since what begins as one may turn out to be text, and blocks cannot be taken back.
     """
 
-    quiet = encoded({"type": "ping"})
+    quiet = events([{"type": "ping"}])
     end = b""
 
     def __init__(self, asked: Asked, model: str) -> None:
@@ -91,6 +92,18 @@ class MessageAnswer:
             self._finish, self._queue_s = event.finish, event.queue_s
             told += self._closed()
         return told
+
+    def encoded(self, event: Event) -> bytes:
+        """The same as bytes; more of a block's text is put into those that are there."""
+        block = self._blocks[-1] if self._is_open else None
+        if block is None or event.finish is not None or len(event.pieces) != 1:
+            return events(self.chunks(event))
+        (piece,) = event.pieces
+        if not isinstance(piece, Text) or _KINDS[piece.channel] != block.kind:
+            return events(self.chunks(event))
+        block.parts.append(piece.text)
+        block.around = block.around or around(self._delta(HOLE))
+        return block.around[0] + msgspec.json.encode(piece.text) + block.around[1]
 
     def closing(self) -> list[Json]:
         """How it ended, and what it took."""
@@ -151,9 +164,11 @@ class MessageAnswer:
         return [*closed, {"type": "content_block_start", "index": self._place, "content_block": block.begun()}]
 
     def _more(self, text: str) -> Json:
-        block = self._blocks[-1]
-        block.parts.append(text)
-        return {"type": "content_block_delta", "index": self._place, "delta": block.delta(text)}
+        self._blocks[-1].parts.append(text)
+        return self._delta(text)
+
+    def _delta(self, text: str | msgspec.Raw) -> Json:
+        return {"type": "content_block_delta", "index": self._place, "delta": self._blocks[-1].delta(text)}
 
     def _closed(self) -> list[Json]:
         was_open, self._is_open = self._is_open, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,13 +21,13 @@ from starlette.types import ASGIApp
 from bytefloor import __version__
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.server import bodies
-from bytefloor.server.answers import Answer, Told
+from bytefloor.server.answers import Answer, Event, Told
 from bytefloor.server.anthropic_answers import MessageAnswer
 from bytefloor.server.anthropic_bodies import CountBody, MessagesBody
 from bytefloor.server.anthropic_chat import ask_messages, count_tokens
 from bytefloor.server.asked import Asked, ask_chat, ask_completion, chat_prompt
 from bytefloor.server.embeddings import LABEL, Embedding, ask_embeddings, embeddings_answer, n_dimensions
-from bytefloor.server.event_stream import EventStream, event, unless_gone
+from bytefloor.server.event_stream import EventStream, Write, event, events, unless_gone
 from bytefloor.server.generation import Generation
 from bytefloor.server.guard import LOG, Guard, error_body, failure, read_body, refused
 from bytefloor.server.openapi import document
@@ -91,7 +91,16 @@ def _json(value: Any, status: int = 200) -> Response:
 def _failed(answer: Told, refusal: Refusal, request: Request) -> bytes:
     """What a stream ends with that cannot go on."""
     error = [error_body(refusal, request.scope)]
-    return b"".join(event(each) for each in (answer.failed(refusal) if isinstance(answer, ResponseAnswer) else error))
+    return events(answer.failed(refusal) if isinstance(answer, ResponseAnswer) else error)
+
+
+def _encoded(found: Event, answer: Told, progress: Progress | None) -> bytes:
+    """An event as a stream tells it; nothing where there is nothing to see."""
+    speed = {} if progress is None else progress.speed(found)
+    if not speed:
+        return answer.encoded(found)
+    chunks = answer.chunks(found)
+    return events([*chunks[:-1], {**(chunks[-1] if chunks else answer.beside({})), **speed}])
 
 
 class Endpoints:
@@ -198,7 +207,7 @@ class Endpoints:
         except BaseException:
             generation.close()
             raise
-        return EventStream(self._stream(request, generation, answer), generation.close)
+        return EventStream(lambda write: self._stream(request, generation, answer, write), generation.close)
 
     def _check_room(self, n: int) -> None:
         n_open = self._service.worker.n_open
@@ -212,8 +221,8 @@ class Endpoints:
 
     async def _whole(self, request: Request, generation: Generation, answer: Told) -> ASGIApp:
         async def collect() -> bool:
-            async for found in generation.events(self._service.options.timeout_s):
-                if found is not None:
+            while not generation.is_over:
+                for found in await generation.events(self._service.options.timeout_s):
                     answer.take(found)
             return True
 
@@ -224,41 +233,39 @@ class Endpoints:
             return self._gone(request)
         return _json(answer.whole())
 
-    async def _stream(self, request: Request, generation: Generation, answer: Told) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, request: Request, generation: Generation, answer: Told, write: Write) -> None:
         facts, progress = request.state.facts, Progress.of(answer.asked, self._service.floor)
         try:
             opening = answer.opening()
             if opening:
-                yield b"".join(event(chunk) for chunk in opening)
+                await write(events(opening))
             if progress is not None:
-                yield event(answer.beside(progress.reading(generation)))
+                await write(event(answer.beside(progress.reading(generation))))
             keep_alive_s, sent_at = self._service.options.keep_alive_s, time.perf_counter()
-            async for found in generation.events(keep_alive_s if progress is None else EVERY_S):
-                if found is None:
-                    told = {} if progress is None or progress.has_begun else progress.reading(generation)
-                    yield event(answer.beside(told)) if told else answer.quiet
-                else:
-                    chunks, speed = answer.chunks(found), {} if progress is None else progress.speed(found)
-                    if speed:
-                        chunks = [*chunks[:-1], {**(chunks[-1] if chunks else answer.beside({})), **speed}]
-                    if chunks:
-                        yield b"".join(event(chunk) for chunk in chunks)
-                    elif time.perf_counter() - sent_at > keep_alive_s:  # what is held back is quiet too
-                        yield answer.quiet
-                    else:
+            patience_s = keep_alive_s if progress is None else EVERY_S
+            while not generation.is_over:
+                found = await generation.events(patience_s)
+                if found:
+                    # Whatever has come goes out in one write.
+                    told = b"".join([_encoded(each, answer, progress) for each in found])
+                    if not told and time.perf_counter() - sent_at <= keep_alive_s:
                         continue
+                else:
+                    reading = {} if progress is None or progress.has_begun else progress.reading(generation)
+                    told = event(answer.beside(reading)) if reading else b""
+                await write(told or answer.quiet)  # what is held back is quiet too
                 sent_at = time.perf_counter()
-            yield b"".join(event(chunk) for chunk in answer.closing()) + answer.end
+            await write(events(answer.closing()) + answer.end)
         except Refusal as refusal:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
-            yield _failed(answer, refusal, request)
+            await write(_failed(answer, refusal, request))
         except Exception as error:
             LOG.error("a stream failed", exc_info=error)
             self._service.metrics.failed(500)
             facts["error"] = f"{type(error).__name__}: {error}"
-            yield _failed(answer, failure(error), request)
-        except (asyncio.CancelledError, GeneratorExit):
+            await write(_failed(answer, failure(error), request))
+        except asyncio.CancelledError:
             facts["gone"] = True
             raise
         finally:

@@ -15,9 +15,10 @@ from bytefloor.engine.request import Delta, EmbeddingRequest
 from bytefloor.errors import RequestError
 from bytefloor.server.asked import plain_prompts
 from bytefloor.server.bodies import EmbeddingBody
+from bytefloor.server.mailbox import Mailbox
 from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.served import Served
-from bytefloor.server.worker import Handle, Mailbox, Unavailable, Worker
+from bytefloor.server.worker import Handle, Mail, Unavailable, Worker
 
 MAX_INPUTS = 2048
 """OpenAI's own limit, which clients that cut long lists for it rely on."""
@@ -99,13 +100,13 @@ class Embedding:
     async def _lane(self, places: Iterator[int]) -> None:
         """Texts that nobody else has taken, one after another."""
         for place in places:
-            mailbox: Mailbox = asyncio.Queue()
+            mailbox: Mail = Mailbox()
             try:
                 handle = await self._worker.submit(self._requests[place], mailbox)
             except Unavailable as error:
                 raise Refusal(503, str(error), code="unavailable") from None
             self._handles.add(handle)
-            _, delta = await mailbox.get()
+            ((_, delta),) = await mailbox.take()
             self._found[place] = _vector(delta)
             self._handles.remove(handle)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still here\n\n"
 """Keeps proxies from dropping a quiet connection; clients skip it."""
@@ -21,6 +21,23 @@ def event(value: dict[str, Any]) -> bytes:
     kind = value.get("type")
     name = f"event: {kind}\n".encode() if isinstance(kind, str) else b""
     return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def events(values: Iterable[dict[str, Any]]) -> bytes:
+    """Several, one after another."""
+    return b"".join(map(event, values))
+
+
+HOLE = msgspec.Raw(b"\0")
+"""In place of a text: what no JSON has."""
+
+
+def around(value: dict[str, Any]) -> tuple[bytes, bytes]:
+    """An event's bytes before the hole that is somewhere in it, and behind. So an event that differs from another by a
+    text alone is no object to build."""
+    before, hole, behind = event(value).partition(bytes(HOLE))
+    assert hole, "there is no hole"
+    return before, behind
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -46,10 +63,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """A response of parts, sent as they come, until they end or the client goes; then close is called."""
+    """A response that tell writes part by part, until it ends or the client goes; then close is called."""
 
-    def __init__(self, parts: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
-        self._parts = parts
+    def __init__(self, tell: Callable[[Write], Coroutine[Any, Any, None]], close: Callable[[], None]) -> None:
+        self._tell = tell
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -66,7 +83,5 @@ class EventStream:
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with aclosing(self._parts) as parts:
-            async for part in parts:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await self._tell(lambda part: send({"type": "http.response.body", "body": part, "more_body": True}))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

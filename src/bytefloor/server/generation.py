@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from bytefloor.engine.request import Delta, Reading
 from bytefloor.errors import RequestError
 from bytefloor.server.answers import Event
 from bytefloor.server.asked import Choice
+from bytefloor.server.mailbox import Mailbox
 from bytefloor.server.refusal import Refusal
-from bytefloor.server.worker import Handle, Mailbox, Unavailable, Worker
+from bytefloor.server.worker import Handle, Mail, Unavailable, Worker
 from bytefloor.text.reply import CallEnd
 from bytefloor.text.reply import Event as Piece
 
@@ -28,10 +27,12 @@ class Generation:
         self._choices = choices
         self._timeout_s = timeout_s
         self._ends_at = time.perf_counter() + timeout_s
-        self._mailbox: Mailbox = asyncio.Queue()
+        self._mailbox: Mail = Mailbox()
         self._places: dict[Handle, int] = {}
         self._waiting = list(range(len(choices)))
+        self._read: set[int] = set()  # prompts that have been read, and are in the cache
         self._n_ended = 0
+        self._refusal: Refusal | None = None
         self._cut: set[int] = set()  # places of choices that are over, whatever the engine still says
 
     async def start(self) -> None:
@@ -40,21 +41,37 @@ class Generation:
         for place in sorted(firsts.values()):
             await self._submit(place)
 
-    async def events(self, patience_s: float) -> AsyncIterator[Event | None]:
-        """To the last choice's end; None when nothing has happened for so long.
+    @property
+    def is_over(self) -> bool:
+        """Whether all events were given."""
+        return self._n_ended == len(self._choices) and self._refusal is None
 
-        Refusal where a choice ends in an error, is cancelled from outside, or the time is over.
+    async def events(self, patience_s: float) -> list[Event]:
+        """All that has come since the last time; waits for the first, and gives none where none came for so long.
+
+        Refusal where a choice ends in an error, is cancelled from outside, or the time is over; not before the events
+        that came until then were given.
         """
-        while self._n_ended < len(self._choices):
-            found = await self._next(patience_s)
-            if found is None:
-                yield None
-                continue
-            handle, delta = found
+        if self._refusal is not None:
+            raise self._refusal
+        for place in [place for place in self._waiting if self._choices[place].prompt in self._read]:
+            await self._submit(place)
+        found = await self._mailbox.take(max(0.0, min(patience_s, self._ends_at - time.perf_counter())))
+        if not found and time.perf_counter() >= self._ends_at:
+            message = f"the request took longer than {self._timeout_s:g} s, this server's limit (--timeout)"
+            raise Refusal(504, message, code="timeout")
+        events: list[Event] = []
+        for handle, delta in found:
             place = self._places[handle]
-            yield self._event(place, handle, delta)
-            for follower in [at for at in self._waiting if self._choices[at].prompt == self._choices[place].prompt]:
-                await self._submit(follower)
+            self._read.add(self._choices[place].prompt)
+            try:
+                events.append(self._event(place, handle, delta))
+            except Refusal as refusal:
+                if not events:
+                    raise
+                self._refusal = refusal
+                break
+        return events
 
     @property
     def reading(self) -> Reading | None:
@@ -68,6 +85,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what has not ended."""
+        self._mailbox.close()
         for handle in self._places:
             if handle.finish is None:
                 self._worker.cancel(handle)
@@ -81,21 +99,6 @@ class Generation:
         except Unavailable as error:
             raise Refusal(503, str(error), code="unavailable") from None
         self._places[handle] = place
-
-    async def _next(self, patience_s: float) -> tuple[Handle, Delta] | None:
-        try:
-            return self._mailbox.get_nowait()
-        except asyncio.QueueEmpty:
-            pass
-        left = self._ends_at - time.perf_counter()
-        try:
-            async with asyncio.timeout(max(0.0, min(patience_s, left))):  # wait_for would make a task each time
-                return await self._mailbox.get()
-        except TimeoutError:
-            if time.perf_counter() >= self._ends_at:
-                message = f"the request took longer than {self._timeout_s:g} s, this server's limit (--timeout)"
-                raise Refusal(504, message, code="timeout") from None
-            return None
 
     def _event(self, place: int, handle: Handle, delta: Delta) -> Event:
         finish, was_cut = delta.finish, place in self._cut
@@ -120,8 +123,10 @@ class Generation:
         pieces = choice.parser.push(delta.text)
         if delta.finish is not None:
             pieces = [*pieces, *choice.parser.finish()]
+        if not choice.ends_with_call:
+            return pieces
         ends = [at for at, piece in enumerate(pieces, 1) if isinstance(piece, CallEnd)]
-        if not choice.ends_with_call or not ends:
+        if not ends:
             return pieces
         self._cut.add(place)
         self._worker.cancel(handle)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from bytefloor.engine.pages import Load
-from bytefloor.engine.request import Delta
+from bytefloor.engine.request import Delta, Finish
 from bytefloor.server.worker import Handle
 
 _FIRST_TOKEN_S = (0.01, 0.02, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -67,15 +67,17 @@ class Metrics:
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"bytefloor_{name}", meaning, labels, registry=self.registry)
 
-    def take(self, handle: Handle, delta: Delta) -> None:
-        """Every delta the engine gave."""
-        if delta.sampled is not None:
-            self._generated.inc()
-            if handle.first_token_at is None:
-                self._first_token.observe(time.perf_counter() - handle.submitted_at)
-        finish = delta.finish
-        if finish is None:
-            return
+    def take(self, deltas: Sequence[tuple[Handle, Delta]]) -> None:
+        """All that a step of the engine gave."""
+        self._generated.inc(sum(delta.sampled is not None for _, delta in deltas))
+        begun = {handle for handle, delta in deltas if handle.first_token_at is None and delta.sampled is not None}
+        for handle in begun:
+            self._first_token.observe(time.perf_counter() - handle.submitted_at)
+        for _, delta in deltas:
+            if delta.finish is not None:
+                self._ended(delta.finish)
+
+    def _ended(self, finish: Finish) -> None:
         self._finished.labels(finish.reason).inc()
         self._prompt.inc(finish.n_prompt)
         self._cached.inc(finish.n_cached)

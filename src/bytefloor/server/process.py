@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -88,5 +89,11 @@ async def serve(service: Service, bound: socket.socket) -> int:
     service.worker.on_broken = on_broken
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await server.serve(sockets=[bound])
+    # What is there now stays. To look through a large vocabulary for garbage takes a quarter of a second, in which
+    # nobody else runs.
+    gc.freeze()
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        gc.unfreeze()
     return 1 if service.worker.broken is not None else 0

@@ -10,7 +10,7 @@ from typing import Any
 from bytefloor.engine.request import Finish
 from bytefloor.server.answers import Event, Json, timings
 from bytefloor.server.asked import Asked
-from bytefloor.server.event_stream import COMMENT
+from bytefloor.server.event_stream import COMMENT, events
 from bytefloor.server.refusal import Refusal
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, CallEnd, CallFailed, Text
@@ -88,6 +88,10 @@ class ResponseAnswer:
             return told
         self._finish, self._queue_s = event.finish, event.queue_s
         return told + self._end("completed" if event.finish.reason == "stop" else "incomplete")
+
+    def encoded(self, event: Event) -> bytes:
+        """The same as bytes."""
+        return events(self.chunks(event))
 
     def closing(self) -> list[Json]:
         """The response as it is now."""

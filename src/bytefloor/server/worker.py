@@ -16,12 +16,13 @@ from bytefloor.engine.kernels import current
 from bytefloor.engine.pages import Load
 from bytefloor.engine.request import Delta, EmbeddingRequest, Finish, FinishReason, Reading, Request
 from bytefloor.errors import KernelError
+from bytefloor.server.mailbox import Mailbox
 
 LOG = logging.getLogger("bytefloor.server")
 MAX_FAILURES = 3
 """So many steps that fail one after another are the engine's fault, not a request's."""
 
-Mailbox = asyncio.Queue["tuple[Handle, Delta]"]
+Mail = Mailbox["tuple[Handle, Delta]"]
 
 
 class Unavailable(Exception):
@@ -34,7 +35,7 @@ class Handle:
     Several handles may share a mailbox. Times are those of ``time.perf_counter``.
     """
 
-    def __init__(self, request: Request | EmbeddingRequest, mailbox: Mailbox) -> None:
+    def __init__(self, request: Request | EmbeddingRequest, mailbox: Mail) -> None:
         self.request = request
         self.mailbox = mailbox
         self.submitted_at = time.perf_counter()
@@ -53,14 +54,14 @@ class Handle:
 class Worker:
     """Runs an engine in a thread. Its methods are called on one event loop, where deltas arrive too.
 
-    watch: sees every delta on the loop, before its handle notes it, those that nobody reads any more among them.
+    watch: sees a step's deltas on the loop, before their handles note them; also those that nobody reads any more.
     on_broken: called on the loop when the engine cannot go on.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.load: Load = engine.load
         self.broken: str | None = None
-        self.watch: Callable[[Handle, Delta], None] | None = None
+        self.watch: Callable[[list[tuple[Handle, Delta]]], None] | None = None
         self.on_broken: Callable[[], None] | None = None
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,7 +88,7 @@ class Worker:
         """Requests that have not ended."""
         return len(self._open)
 
-    async def submit(self, request: Request | EmbeddingRequest, mailbox: Mailbox | None = None) -> Handle:
+    async def submit(self, request: Request | EmbeddingRequest, mailbox: Mail | None = None) -> Handle:
         """Queue a request; returns when the engine has taken it, which may be a step later.
 
         RequestError when it cannot be served as asked, Unavailable when nothing can.
@@ -95,7 +96,7 @@ class Worker:
         assert self._loop is not None, "start comes first"
         if self._is_stopping:
             raise Unavailable("the server is stopping")
-        handle = Handle(request, mailbox if mailbox is not None else asyncio.Queue())
+        handle = Handle(request, mailbox if mailbox is not None else Mailbox())
         self._open.add(handle)
         self._is_idle.clear()
         taken: asyncio.Future[None] = self._loop.create_future()
@@ -141,15 +142,16 @@ class Worker:
         await asyncio.sleep(0)
 
     def _deliver(self, deltas: list[tuple[Handle, Delta]]) -> None:
+        if self.watch is not None:
+            self.watch(deltas)
+        now = time.perf_counter()
         for handle, delta in deltas:
-            if self.watch is not None:
-                self.watch(handle, delta)
             if delta.sampled is not None and handle.first_token_at is None:
-                handle.first_token_at = time.perf_counter()
+                handle.first_token_at = now
             if delta.finish is not None:
                 handle.finish = delta.finish
                 self._close(handle)
-            handle.mailbox.put_nowait((handle, delta))
+            handle.mailbox.put((handle, delta))
 
     def _close(self, handle: Handle) -> None:
         self._open.discard(handle)

@@ -54,12 +54,28 @@ class ReasoningSplitter:
         """Pieces of (channel, text) that have become certain."""
         if self._tags is None:
             return [("content", text)] if text else []
+        certain = self._passed(self._tags, text)
+        if certain is not None:
+            return [("reasoning" if self._state == "thought" else "content", certain)] if certain else []
         self._held += text
         pieces: list[tuple[Channel, str]] = []
         steps = {"start": self._start, "thought": self._thought, "after": self._after, "answer": self._answer}
         while steps[self._state](self._tags, pieces):
             pass
         return pieces
+
+    def _passed(self, tags: ReasoningTags, text: str) -> str | None:
+        """What becomes certain where no tag is in sight, which is nearly always; None where one may be."""
+        if self._state == "answer" and not self._held:
+            return None if tags.is_anywhere and tags.open[0] in text else text
+        if self._state != "thought" or self._is_fresh or self._may_repeat_open:
+            return None
+        held = self._held + text
+        if tags.close[0] in held:
+            return None
+        certain = held.rstrip()
+        self._held = held[len(certain) :]
+        return certain
 
     def finish(self) -> list[tuple[Channel, str]]:
         """What was held back."""

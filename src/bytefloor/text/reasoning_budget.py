@@ -58,11 +58,12 @@ class ReasoningBudget:
         if self._n_forced:
             self._n_forced -= 1
             return []
-        if was_thinking and self._splitter.is_thinking:
+        is_thinking = self._splitter.is_thinking
+        if was_thinking and is_thinking:
             self.n_used += 1
         if text:
             self._ends_line = text.endswith("\n")
-        return self._closing()
+        return self._closing() if is_thinking else []
 
     def _closing(self) -> list[int]:
         thinking, splitter = self._thinking, self._splitter

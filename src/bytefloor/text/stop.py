@@ -25,6 +25,8 @@ class StopMatcher:
         """(text that is certain to come before any stop string, whether a stop string is complete)."""
         if self.found is not None:
             return "", True
+        if not self._stops:
+            return text, False
         held = self._held + text
         ends = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
         if ends:
@@ -32,7 +34,7 @@ class StopMatcher:
             self.found = held[start:end]
             self._held = ""
             return held[:start], True
-        n_held = max((n_begun(held, stop) for stop in self._stops), default=0)
+        n_held = max(n_begun(held, stop) for stop in self._stops)
         cut = len(held) - n_held
         self._held = held[cut:]
         return held[:cut], False

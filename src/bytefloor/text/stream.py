@@ -56,19 +56,21 @@ class StreamDecoder:
     ) -> None:
         self._walker = Walker(tokenizer, keep_special)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.is_inside_character = False  # bytes of an unfinished character wait
         # Only whether the reply goes on in the middle of a text matters, and the last token knows that.
         for id in prompt_ids[-1:]:
             self._walker.step(id)
 
-    @property
-    def is_inside_character(self) -> bool:
-        """Whether bytes of an unfinished character wait."""
-        return bool(self._decoder.getstate()[0])
-
     def push(self, id: int) -> str:
         """The text that has become certain with this token."""
-        return self._decoder.decode(self._walker.step(id))
+        data = self._walker.step(id)
+        if data.isascii() and not self.is_inside_character:
+            return data.decode("ascii")
+        text = self._decoder.decode(data)
+        self.is_inside_character = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """What was held back."""
+        self.is_inside_character = False
         return self._decoder.decode(b"", final=True)

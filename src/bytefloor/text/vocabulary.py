@@ -82,6 +82,8 @@ class Vocabulary:
     is_byte_level: bool
     control: dict[str, int] = field(init=False)
     unused: frozenset[int] = field(init=False)
+    #: What `bytes_of` has found: answers are made of few tokens, again and again.
+    _bytes: dict[int, bytes] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         control: dict[str, int] = {}
@@ -114,6 +116,12 @@ class Vocabulary:
 
     def bytes_of(self, id: int) -> bytes:
         """The bytes the token stands for; a control token stands for its own spelling."""
+        found = self._bytes.get(id)
+        if found is None:
+            found = self._bytes[id] = self._spelled(id)
+        return found
+
+    def _spelled(self, id: int) -> bytes:
         text = self.text(id)
         kind = self.kinds[id]
         if kind == Kind.BYTE and (match := _BYTE.fullmatch(text)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 
 import torch
@@ -21,6 +22,8 @@ def serve_model(model: str | None, host: str, port: int, options: EngineOptions,
     limit = device_limit(options.device)
     opened = open_with_progress(model, options)
     service = Service(opened, allowed, limit)
+    # What is garbage now would stay, see `process.serve`. It takes a moment, in which the address would not answer yet.
+    gc.collect()
     port = bound.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     print(summary(service, f"http://{shown}:{port}"), file=sys.stderr, flush=True)
