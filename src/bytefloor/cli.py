@@ -14,7 +14,8 @@ from typer.core import TyperGroup
 
 from bytefloor import __version__
 from bytefloor.cli_bench import bench_app
-from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, parse_size
+from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, ModelOption, parse_size
+from bytefloor.cli_perplexity import perplexity
 from bytefloor.cli_quantize import quantize
 from bytefloor.errors import BytefloorError, RequestError
 from bytefloor.tools import interrupt
@@ -68,10 +69,6 @@ app = typer.Typer(
 )
 
 
-ModelOption = Annotated[
-    str | None,
-    typer.Option("-m", "--model", help="A file, a directory, or a pulled name; without it the installed demo model."),
-]
 TokensOption = Annotated[int, typer.Option("-n", "--tokens", help="Most tokens of an answer; -1: until it ends.")]
 SeedOption = Annotated[int | None, typer.Option("-s", "--seed", help="Makes sampling repeatable; 0 is a seed.")]
 TemperatureOption = Annotated[float, typer.Option("-t", "--temp", help="0 takes the best token always.")]
@@ -276,6 +273,7 @@ def pull(
 
 
 app.command()(quantize)
+app.command()(perplexity)
 
 
 def _print_version(asked: bool) -> None:

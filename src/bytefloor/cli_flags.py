@@ -19,6 +19,10 @@ def parse_size(text: str) -> int:
         raise typer.BadParameter(f"{text!r}: expected a number such as 4096 or 32k") from None
 
 
+ModelOption = Annotated[
+    str | None,
+    typer.Option("-m", "--model", help="A file, a directory, or a pulled name; without it the installed demo model."),
+]
 ContextOption = Annotated[
     Any,
     typer.Option(

@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import SequenceCache, make_pools
+from bytefloor.engine.executor import Executor
 from bytefloor.engine.reference import Observer, ReferenceExecutor
 from bytefloor.errors import NumericalError
+
+
+def score_rows(
+    executor: Executor,
+    ids: Sequence[int],
+    chunk: int,
+    wanted: Sequence[int],
+    run: Callable[[Batch], Tensor] | None = None,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Of each chunk that holds wanted rows: these, and their logits [n, V]; row i predicts token i + 1.
+
+    wanted: ascending. run: in place of the executor's own. Starts from an empty cache. Logits may be written over when
+    the next are asked for.
+    """
+    run = run or executor.run
+    pools = make_pools(executor.plan, executor.step.kinds)
+    cache = SequenceCache(executor.plan, executor.step.kinds, pools)
+    for start in range(0, len(ids), chunk):
+        rows = ids[start : start + chunk]
+        found = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, start + len(rows))])
+        batch = Batch()
+        cache.append_rows(batch, rows, [row - start for row in found])
+        logits = run(batch)
+        if found:
+            yield found, logits
+        cache.commit(len(rows))
 
 
 def score_chunks(
@@ -20,14 +49,9 @@ def score_chunks(
 
     observe: sees every call's output as it is made.
     """
-    pools = make_pools(executor.plan, executor.step.kinds)
-    cache = SequenceCache(executor.plan, executor.step.kinds, pools)
-    for start in range(0, len(ids), chunk):
-        rows = ids[start : start + chunk]
-        batch = Batch()
-        cache.append_rows(batch, rows, range(len(rows)))
-        yield executor.run(batch, observe)
-        cache.commit(len(rows))
+    run = partial(executor.run, observe=observe)
+    for _, logits in score_rows(executor, ids, chunk, range(len(ids)), run):
+        yield logits
 
 
 def token_nll(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Tensor:
@@ -50,11 +74,19 @@ def token_nll(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Te
 
 def check_finite(logits: Tensor, start: int) -> None:
     """Logits [n, V] of positions start and after; NumericalError names the first that holds NaN or infinity."""
+    found = find_not_finite(logits)
+    if found is not None:
+        row, what = found
+        raise NumericalError(f"the logits at position {start + row} hold {what}, expected finite numbers")
+
+
+def find_not_finite(logits: Tensor) -> tuple[int, str] | None:
+    """The first row of [n, V] that holds ``NaN`` or ``infinity``, and which; None where all are finite."""
     is_bad = ~logits.isfinite().all(dim=-1)
-    if bool(is_bad.any()):
-        row = int(is_bad.nonzero()[0])
-        found = "NaN" if bool(logits[row].isnan().any()) else "infinity"
-        raise NumericalError(f"the logits at position {start + row} hold {found}, expected finite numbers")
+    if not bool(is_bad.any()):
+        return None
+    row = int(is_bad.nonzero()[0])
+    return row, "NaN" if bool(logits[row].isnan().any()) else "infinity"
 
 
 def check_not_uniform(logits: Tensor) -> None:

@@ -88,7 +88,7 @@ class Row(Measured):
 class RowWriter:
     """Prints a row as it comes (JSON, which is one list, at the end) and keeps the file of all rows up to date.
 
-    output: md, json or csv. save: a file for all rows as JSON; it is opened at once, so that a path that cannot be
+    output: md, json or csv, or none. save: a file for all rows as JSON; it is opened at once, so that a path that cannot be
     written costs no measurement, and replaced by the first row.
     """
 
