@@ -88,8 +88,8 @@ class Row(Measured):
 class RowWriter:
     """Prints a row as it comes (JSON, which is one list, at the end) and keeps the file of all rows up to date.
 
-    output: md, json or csv, or none. save: a file for all rows as JSON; it is opened at once, so that a path that cannot be
-    written costs no measurement, and replaced by the first row.
+    output: md, json, csv or none. save: a file for all rows as JSON; it is opened at once, so that a path that cannot
+    be written costs no measurement, and replaced by the first row.
     """
 
     def __init__(self, output: str, save: Path | None) -> None:
