@@ -80,7 +80,7 @@ def test_help_answers_at_once_because_nothing_heavy_is_imported() -> None:
 def test_root_help_lists_the_verbs(args: list[str]) -> None:
     result = bytefloor(*args)
     assert result.exit_code == 0
-    assert all(f"\n  {verb} " in result.stdout for verb in ("run", "chat", "serve", "inspect", "pull"))
+    assert all(f"\n  {verb} " in result.stdout for verb in ("run", "chat", "serve", "inspect", "perplexity", "pull"))
 
 
 def test_version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
@@ -13,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from bytefloor.cli import app
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.errors import NumericalError, RequestError
-from bytefloor.tools import scoring
+from bytefloor.tools import perplexity_view, scoring
 from bytefloor.tools.perplexity import PerplexityOptions, PerplexityRow, measure
 from bytefloor.tools.scoring import Source, open_source
 from bytefloor.tools.windows import Window, cut_in_chunks, cut_with_stride, digest, first_windows
@@ -126,7 +128,7 @@ def test_a_digest_is_of_every_token_and_of_which_count() -> None:
     others = [
         [Window([1, 2, 4], [1, 2], "a"), windows[1]],
         [Window([1, 2, 3], [2], "a"), windows[1]],
-        [Window([1, 2, 3, 4], [1, 2], "a"), Window([5], [1], "b")],
+        [Window([1, 2, 3, 1], [2], "a"), windows[1]],
         windows[:1],
     ]
     assert len({digest(each) for each in [windows, *others]}) == 5
@@ -373,6 +375,18 @@ def test_the_row_is_shown_as_lines_or_json_and_saved(tiny: TinyModel, tmp_path: 
     found = json.loads(piped.stdout)
     assert set(found) == {field.name for field in fields(PerplexityRow)}
     assert (found["perplexity"], found["divergence"], found["verb"]) == (row["perplexity"], None, "perplexity")
+
+
+def test_on_a_terminal_a_bar_stands_until_the_line_of_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, force_interactive=True, width=80)
+    monkeypatch.setattr(perplexity_view, "Console", lambda **more: console)
+    with perplexity_view.RunningEstimate() as show:
+        show(1, 2, 4.25)
+        assert "[1]4.2500," not in shown.getvalue()
+        show(2, 2, 5.5)
+    assert "[1/2] 4.2500" in shown.getvalue()
+    assert shown.getvalue().endswith("[1]4.2500,[2]5.5000,\n")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from bytefloor.tools.tables import (
     make_limit_line,
     make_pages,
     make_prompt_table,
+    make_quality_table,
     make_rows_table,
     make_serve_table,
     make_table,
@@ -41,6 +42,27 @@ def test_greedy_and_sampled_tokens_of_a_measurement_share_a_line() -> None:
         "| m | int8 | 8 | 8,192 | 700 |  | 45.7% | c | d |",
         "| m (reference executor) | bf16 | 1 | 8,192 | 100 |  | 45.7% | c | d |",
     ]
+
+
+def test_quality_has_a_line_for_each_cache_and_base_and_the_newest_counts() -> None:
+    row = {
+        "model": "m", "format": "Q4_K", "kv": "int8", "base": None, "protocol": "chunks", "context": 512, "by": "chunk",
+        "executor": "kernels", "card": "c", "date": "1", "n_predictions": 4080, "n_windows": 16,
+        "perplexity": {"value": 10.123456, "error": 0.5}, "divergence": None,
+    }  # fmt: skip
+    far = {
+        "kl": {"value": 0.00123, "error": 0.00004},
+        "kl_percentiles": {"99.9": 0.056},
+        "same_best": {"value": 0.98765, "error": 0.002},
+    }
+    newer = {**row, "date": "2", "perplexity": {"value": 11.0, "error": 0.5}}
+    beside = {**row, "base": "b", "divergence": far}
+    what = "| m, Q4_K | int8 | 4,080 (16 x 512, by chunk) |"
+    assert make_quality_table([newer, row, beside]).splitlines()[2:] == [
+        f"{what} 11.0000 ± 0.5000 |  |  |  |  | kernels | c | 2 |",
+        f"{what} 10.1235 ± 0.5000 | b | 1.23e-03 ± 4e-05 | 5.6e-02 | 98.77% ± 0.20% | kernels | c | 1 |",
+    ]
+    assert make_quality_table([]) == "Not measured yet.\n"
 
 
 def test_sizes_stand_beside_each_other_and_other_shapes_are_left_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ class RunningEstimate:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
         is_shown = self._console.is_interactive
         self._bar = Progress(*columns, console=self._console, transient=True, disable=not is_shown)
         self._task = self._bar.add_task("", visible=False)
@@ -25,7 +25,8 @@ class RunningEstimate:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop() if self._bar.live.is_started else None
+        if self._bar.live.is_started:
+            self._bar.stop()
         if self._said:
             self._write("".join(self._said))
         if self._is_line_open:
@@ -40,9 +41,8 @@ class RunningEstimate:
         self._said.append(piece)
         if not self._bar.live.is_started:
             self._bar.start()
-        self._bar.update(
-            self._task, description=f"[{number}/{n}] {perplexity:.4f}", completed=number, total=n, visible=True
-        )
+        told = f"[{number}/{n}] {perplexity:.4f}"
+        self._bar.update(self._task, description=told, completed=number, total=n, visible=True, refresh=True)
 
     def _write(self, text: str) -> None:
         self._console.file.write(text)
@@ -69,7 +69,9 @@ def lines_of(row: PerplexityRow) -> list[str]:
 def _divergence_lines(found: Divergence, base: str) -> list[str]:
     marks = {"50": "median"}
     percentiles = ", ".join(f"{marks.get(key, key + ' %')} {kl:.3g}" for key, kl in found.kl_percentiles.items())
-    correlation = "" if found.correlation is None else f", correlation of log-probabilities {found.correlation:.4%}"
+    correlation = (
+        "" if found.correlation is None else f", correlation of log-probabilities {100 * found.correlation:.4f} %"
+    )
     return [
         f"beside {base}, perplexity {_number(found.base_perplexity, 4)}:",
         f"KL divergence, nats: mean {_small(found.kl)}; {percentiles}, largest {found.kl_largest:.3g}",

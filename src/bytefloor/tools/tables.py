@@ -1,4 +1,4 @@
-"""The tables of README and docs/bench.md, made from the committed results: ``python -m bytefloor.tools.tables``."""
+"""The tables of README and docs, made from the committed results: ``python -m bytefloor.tools.tables``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bytefloor.tools.bench_row_products import CUBLAS, FUSED
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 BENCH_PAGE = ROOT / "docs" / "bench.md"
+QUALITY_PAGE = ROOT / "docs" / "perplexity.md"
 RESULTS = ROOT / "docs" / "results"
 MISSING = "Not measured yet.\n"
 HEADINGS = ("model", "cache", "sequences", "depth", "tok/s", "sampled tok/s", "share of the floor", "card", "date")
@@ -21,8 +22,8 @@ Rows = list[dict[str, Any]]
 
 
 def load_rows(folder: Path, verb: str = "decode") -> Rows:
-    """The rows of a verb in all committed files of bench, in the order of the files."""
-    files = sorted([*folder.glob("bench*.json"), *folder.glob("kernels*.json")])
+    """The rows of a verb in all committed files of bench and perplexity, in the order of the files."""
+    files = sorted([*folder.glob("bench*.json"), *folder.glob("kernels*.json"), *folder.glob("perplexity*.json")])
     return [row for path in files for row in json.loads(path.read_text()) if row["verb"] == verb]
 
 
@@ -122,6 +123,28 @@ def make_rows_table(rows: Rows) -> str:
     return _markdown(headings, lines) if lines else MISSING
 
 
+def make_quality_table(rows: Rows) -> str:
+    """Markdown, a line for each model, cache and protocol, the newest row of it; without a base or beside one."""
+    headings = (
+        "model", "cache", "predictions", "perplexity", "base", "mean KL, nats", "99.9 % of KL", "same best token",
+        "executor", "card", "date",
+    )  # fmt: skip
+    found: dict[tuple[Any, ...], tuple[str, ...]] = {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        far = row["divergence"]
+        beside = ("", "", "", "")
+        if far is not None:
+            kl, same = far["kl"], far["same_best"]
+            told = f"{kl['value']:.2e} ± {kl['error']:.0e}", f"{far['kl_percentiles']['99.9']:.1e}"
+            beside = (row["base"], *told, f"{same['value']:.2%} ± {same['error']:.2%}")
+        perplexity = f"{row['perplexity']['value']:.4f} ± {row['perplexity']['error']:.4f}"
+        name = f"{row['model']}, {row['format']}"
+        place = name, row["kv"], row["base"], row["protocol"], row["context"], row["by"], row["executor"], row["card"]
+        n = f"{row['n_predictions']:,} ({row['n_windows']} x {row['context']}, by {row['by']})"
+        found[place] = (name, row["kv"], n, perplexity, *beside, row["executor"], row["card"], row["date"])
+    return _markdown(headings, list(found.values())) if found else MISSING
+
+
 def make_limit_line(rows: Rows, kernels: Rows) -> str:
     """What shares are shares of, and the fastest product beside it."""
     limits = [row["stream_gb_s"] for row in rows]
@@ -171,6 +194,7 @@ def make_pages() -> dict[Path, str]:
             "results": make_kernel_table(kernels),
             "rows": make_rows_table(load_rows(RESULTS, "kernel_rows")),
         },
+        QUALITY_PAGE: {"results": make_quality_table(load_rows(RESULTS, "perplexity"))},
     }
     pages = {path: path.read_text() for path in tables}
     for path, named in tables.items():
