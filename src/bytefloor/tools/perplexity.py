@@ -15,7 +15,7 @@ from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.loading import check_kv, choose_context, choose_device
 from bytefloor.errors import FileError, RequestError
 from bytefloor.tools.bench import main_format
-from bytefloor.tools.bench_rows import Measured, origin
+from bytefloor.tools.bench_rows import Measured, origin, say
 from bytefloor.tools.divergence import Divergence, Estimate, perplexity_of, summarise
 from bytefloor.tools.packages import require
 from bytefloor.tools.saved_base import BaseHeader, BaseReader, BaseWriter, is_saved_base
@@ -150,7 +150,9 @@ def _cut_chat(source: Source, text: str, options: PerplexityOptions) -> Windows:
     require(("msgspec",), "perplexity --chat")
     from bytefloor.tools.chat_windows import cut_conversations
 
-    windows = cut_conversations(text, source.template(), source.tokenizer)
+    template = source.template()
+    say(template.notices)
+    windows = cut_conversations(text, template, source.tokenizer)
     if options.n_windows is not None and options.n_windows < 1:
         raise RequestError(f"--chunks {options.n_windows}: expected at least 1")
     windows = windows[: options.n_windows]
