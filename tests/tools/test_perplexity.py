@@ -221,6 +221,19 @@ def test_a_file_beside_itself(tiny: TinyModel, by: str, tmp_path: Path) -> None:
     assert (saved.same_best.value, saved.ratio.value) == (1, 1)
 
 
+def test_a_base_with_shorter_steps_sets_those_of_both(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one may run on kernels and the other on the reference executor; sliding layers hold no longer step."""
+    path, make, chunks = str(tiny.directory), scoring.make_executor, iter([64, 11])
+
+    def shorter(model: Any, room: Any, *args: Any, **more: Any) -> Any:
+        return make(model, replace(room, chunk=next(chunks)), *args, **more)
+
+    monkeypatch.setattr(scoring, "make_executor", shorter)
+    found = measure(path, TEXT, replace(CHUNKS, base=path, n_windows=1)).divergence
+    assert found is not None
+    assert found.kl.value == 0
+
+
 def test_what_a_cache_of_codes_costs(tiny: TinyModel) -> None:
     """S13: the base keeps what it keeps by default."""
     path = str(tiny.directory)
