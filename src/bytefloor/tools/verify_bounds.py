@@ -11,7 +11,7 @@ them: rounding loses half of it, and the parity bit with which kernels hand valu
 | rope | 8 steps of the two values it turns |
 | glu | 16 steps of gate times up: exponentials, and what tanh cancels |
 | round_to | one code, or one bf16 step, more: a value between two codes falls either way |
-| linear | (8 + K / 8) steps of the root of the sum of its squared terms: tensor cores cut every 16 columns |
+| linear | (8 + K / 2) steps of the root of the sum of its squared terms, which may all have one sign |
 | attention | twice the largest error of a score, and what shares round, of the mixture of absolute values |
 | soft_cap | 8 steps of the cap |
 
@@ -149,7 +149,7 @@ def _product_error(
 ) -> Tensor:
     weight, roundings = call.operands["weight"], oracle.roundings
     assert isinstance(weight, Weight)
-    own = (8 + x.shape[-1] / 8) * STEP + weight_error
+    own = (8 + x.shape[-1] / 2) * STEP + weight_error
     squares = torch.cat((error.expand_as(x).square(), x.square()))
     bands = oracle.matrices.bands(weight, roundings.weights)
     carried, terms = torch.cat([squares @ band.square().T for band in bands], dim=-1).sqrt().chunk(2)

@@ -32,6 +32,7 @@ from bytefloor.tools.verify_sites import (
     parts_of,
     prepare_pages,
     probes,
+    projected_buffers,
 )
 
 
@@ -198,13 +199,6 @@ class DecodeKernels:
         """Rows of q, k and v side by side, each filled up to whole records."""
         padded = [torch.nn.functional.pad(x.flatten(1), (0, -x[0].numel() % ROWS)) for x in projected]
         self._hand(buffer, torch.cat(padded, dim=1), parity, planes)
-
-
-def projected_buffers(fused: FusedAttention) -> list[int]:
-    """Of q, and where the layer has any of its own of k and v, as products leave them."""
-    return [buffer_of(call, "x") for call in fused.replaces if call.op.name == "view" and call.output is not None][
-        : 1 + (fused.owns_kv and (1 if fused.has_v_from_k else 2))
-    ]
 
 
 def n_matrices(launch: Launch) -> int:

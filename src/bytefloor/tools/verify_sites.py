@@ -20,7 +20,15 @@ from torch import Tensor
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
 from bytefloor.model.step import Buffer, OpCall
 from bytefloor.model.weights import Weight
-from bytefloor.tools.verify_bounds import SCORE_ERROR, Valued, attention_error, evaluate, kept_error, mixture
+from bytefloor.tools.verify_bounds import (
+    SCORE_ERROR,
+    Valued,
+    attention_error,
+    differs_from_rounded,
+    evaluate,
+    kept_error,
+    mixture,
+)
 from bytefloor.tools.verify_oracle import Oracle, hide, hold_queries, keys_and_values, kept_values
 from bytefloor.tools.verify_report import Seen, makers
 
@@ -120,6 +128,13 @@ def chosen_rows(inputs: dict[int, Tensor], oracle: Oracle, rows: Sequence[int]) 
     return found
 
 
+def projected_buffers(fused: FusedAttention) -> list[int]:
+    """Of q, and where the layer has any of its own of k and v, as products leave them."""
+    return [buffer_of(call, "x") for call in fused.replaces if call.op.name == "view" and call.output is not None][
+        : 1 + (fused.owns_kv and (1 if fused.has_v_from_k else 2))
+    ]
+
+
 @dataclass
 class HeadsExpected:
     """What comes out of the attention block of some rows, but for the mixing: queries, and what the cache gets."""
@@ -195,9 +210,12 @@ class Asked:
             found_v, found_k = kept[:, 0].split([e, kind.rotated], dim=-1)
         else:
             found_k, found_v = kept[:, 0], kept[:, 1]
-        allowed = kept_error(k, k_error, kind.storage)
-        self.look("keys in the cache", k_makers, found_k, k, allowed, idle_at_0=turning)
-        self.look("values in the cache", v_makers, found_v, v, kept_error(v, v_error, kind.storage))
+        for what, by, found, x, error, idle in (
+            ("keys in the cache", k_makers, found_k, k, k_error, turning),
+            ("values in the cache", v_makers, found_v, v, v_error, ()),
+        ):
+            others = differs_from_rounded(found, x, error) if kind.storage == "bf16" else (0, 1.0)
+            self.look(what, by, found, x, kept_error(x, error, kind.storage), idle_at_0=idle, others=others)
 
     def look_at_mixed(self, heads: HeadsExpected, pool: Tensor, found: Tensor, score_error: float = SCORE_ERROR) -> None:
         """What attention gives of the pages as they are. found [rows, H E]."""
