@@ -99,7 +99,7 @@ def probes(fused: Fused, inputs: dict[int, Tensor]) -> list[Probe]:
     found = [Probe("", floats)]
     norms = [call for call in fused.replaces if call.op.name == "rms_norm"]
     if not isinstance(fused, FusedPerLayer) and norms:
-        quiet = {key: _quiet(x, norms[0].attributes["eps"]) for key, x in floats.items() if x.is_floating_point()}
+        quiet = {key: quiet(x, norms[0].attributes["eps"]) for key, x in floats.items() if x.is_floating_point()}
         found.append(Probe(QUIET, {**floats, **quiet}, blames=("rms_norm",)))
     if isinstance(fused, FusedProduct) and fused.has_delta:
         parts = parts_of(fused)
@@ -110,7 +110,7 @@ def probes(fused: Fused, inputs: dict[int, Tensor]) -> list[Probe]:
     return found
 
 
-def _quiet(x: Tensor, eps: float) -> Tensor:
+def quiet(x: Tensor, eps: float) -> Tensor:
     """Rows whose mean square is eps."""
     dims = tuple(range(1, x.dim()))
     size = x.square().mean(dims, keepdim=True).clamp_min(1e-30)
