@@ -125,9 +125,7 @@ def _error(
     return errors["x"] + 8 * STEP * call.attributes["cap"]
 
 
-def _moved(
-    call: OpCall, operands: Mapping[str, Tensor], errors: Mapping[str, Tensor], result: Tensor
-) -> Tensor:
+def _moved(call: OpCall, operands: Mapping[str, Tensor], errors: Mapping[str, Tensor], result: Tensor) -> Tensor:
     """Errors go where values go."""
     if errors["x"].dim() == 0:
         return errors["x"].expand_as(result)

@@ -219,11 +219,7 @@ def launches_of(fused: Sequence[Fused], launches: Sequence[Launch]) -> dict[int,
     return found
 
 
-
-
 def settle(device: torch.device) -> None:
     """Wait for all that the device was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-

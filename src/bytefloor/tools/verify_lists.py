@@ -237,5 +237,3 @@ class _Rows:
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         return self._stored.rows(ids.cpu()).to(self._device)
-
-

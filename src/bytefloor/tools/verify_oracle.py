@@ -170,9 +170,7 @@ def query_factor(q: Tensor, scale: float, rotated: int, k_norm: Tensor | None) -
     return torch.where(stands & (k_norm != 0), factor * k_norm, factor)
 
 
-def hold_queries(
-    q: Tensor, scale: float, rotated: int = 0, k_norm: Tensor | None = None, **others: object
-) -> Tensor:
+def hold_queries(q: Tensor, scale: float, rotated: int = 0, k_norm: Tensor | None = None, **others: object) -> Tensor:
     """Queries [T, H, E] as bf16 ones act, which hold the factor."""
     factor = query_factor(q, scale, rotated, k_norm)
     return round_to(q * factor, "bf16") / factor

@@ -51,7 +51,8 @@ class Seen:
     nothing wrong here: RoPE at position 0, a norm of zeros. probe: what was done to the inputs, empty for nothing.
     blames: names of ops that a probe is for.
 
-    is_bf16: the values are the bf16 nearest to what is expected, but where errors reach the middle of two.
+    unproven: makers that may still be wrong where this is right: a window that is longer than what was there to see.
+    others: how many values are not the bf16 nearest to what is expected, and how many may not be.
     """
 
     what: str
@@ -61,6 +62,7 @@ class Seen:
     allowed: Tensor
     positions: tuple[int, ...]
     idle: tuple[OpCall, ...] = ()
+    unproven: tuple[OpCall, ...] = ()
     probe: str = ""
     blames: tuple[str, ...] = ()
     others: tuple[int, float] = (0, 1.0)
@@ -108,21 +110,28 @@ class Site:
         return Line(self.rung, span(ids), self.part, names(suspects), error, bound, verdict, note)
 
     def suspects(self) -> list[OpCall]:
-        """The calls that can have made what is wrong, and nothing that is right, in the order of the list."""
-        plain = [one for one in self.seen if not one.probe]
-        wrong = [one for one in plain if not one.is_right]
+        """The calls that can have made what is wrong, and nothing that is right, in the order of the list.
+
+        Of several wrong values those that all have in common; where these are calls of one op, say RoPE of queries and
+        of keys, all of them.
+        """
+        wrong = [one for one in self.seen if not one.is_right]
+        plain = [one for one in wrong if not one.blames]
         cleared: set[int] = set()
-        if not wrong:
-            # Without the probe all is right: what the probe is for is to blame.
-            wrong = [one for one in self.seen if not one.is_right]
-        else:
-            wrong += [one for one in self.seen if one.probe and not one.blames and not one.is_right]
+        if plain:  # otherwise what the probes are for is to blame
+            wrong = plain
             right = [one for one in self.seen if one.is_right and not one.blames]
-            cleared = {id(call) for one in right for call in one.makers if not _is_in(call, one.idle)}
-        common = [call for call in self.calls if all(_is_to_blame(call, one) for one in wrong)]
-        left = [call for call in common if id(call) not in cleared]
-        first = [call for call in self.calls if _is_to_blame(call, wrong[0])]
-        return left or common or first or list(self.calls)
+            cleared = {id(call) for one in right for call in one.makers if not _is_in(call, (*one.idle, *one.unproven))}
+        blamed = []
+        for one in wrong:
+            own = [call for call in self.calls if _is_to_blame(call, one)]
+            blamed.append([call for call in own if id(call) not in cleared] or own)
+        common = [call for call in self.calls if all(_is_in(call, own) for own in blamed)]
+        if common:
+            return common
+        ops = set.intersection(*({call.op.name for call in own} for own in blamed))
+        anyone = [call for call in self.calls if any(_is_in(call, own) for own in blamed)]
+        return [call for call in anyone if call.op.name in ops] or anyone or list(self.calls)
 
 
 def _is_to_blame(call: OpCall, one: Seen) -> bool:

@@ -299,7 +299,9 @@ class RowKernels:
             values, stride, n_planes, plane_stride = arguments[4 * i : 4 * i + 4]
             x = asked.probe.inputs[buffer].flatten(1).float()
             for plane in range(n_planes):
-                target = values.as_strided((len(x), x.shape[1]), (stride, 1), values.storage_offset() + plane * plane_stride)
+                target = values.as_strided(
+                    (len(x), x.shape[1]), (stride, 1), values.storage_offset() + plane * plane_stride
+                )
                 target.copy_(x if plane == 0 else torch.zeros_like(x))
         queries = arguments[21]
         queries.view(-1).fill_(torch.nan)
@@ -367,5 +369,3 @@ def steps_of(fused: Sequence[Fused], steps: Sequence[RowStep]) -> dict[int, list
         found[id(call)] = own
     assert not waiting
     return found
-
-

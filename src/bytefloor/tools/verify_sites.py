@@ -4,6 +4,7 @@ Teacher forcing: a fused call gets the oracle's inputs, so that nothing which is
 is asked with inputs that make small faults large:
 
 - *quiet*: all inputs so small that mean squares are as large as eps: another eps changes every value;
+- *large inputs*: 1024 times as large, so that eps is nothing: what is right there and wrong elsewhere has a wrong eps;
 - *nothing added*: what the block before gave is zero, so norms of it are idle, and the scalar behind them is not;
 - *loud edge*: the value at the oldest position that a row sees is 1024 times as large, and what lies outside a row's
   band is NaN: a window that is off by one misses it, or sees what it must not.
@@ -32,18 +33,20 @@ from bytefloor.tools.verify_bounds import (
 from bytefloor.tools.verify_oracle import Oracle, hide, hold_queries, keys_and_values, kept_values
 from bytefloor.tools.verify_report import Seen, makers
 
-QUIET, NOTHING_ADDED, LOUD_EDGE = "quiet inputs", "nothing added", "loud edge of the window"
+QUIET, LARGE, NOTHING_ADDED = "quiet inputs", "large inputs", "nothing added"
+LOUD_EDGE = "loud edge of the window"
 LOUD = 1024.0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Inputs by buffer, float64 but exactly float32. idle, blames: as in ``Seen``."""
+    """Inputs by buffer, float64 but exactly float32. idle, blames, unproven: as in ``Seen``."""
 
     name: str
     inputs: dict[int, Tensor]
     idle: tuple[OpCall, ...] = ()
     blames: tuple[str, ...] = ()
+    unproven: tuple[OpCall, ...] = ()
 
 
 def cut(x: Tensor) -> Tensor:
@@ -52,7 +55,9 @@ def cut(x: Tensor) -> Tensor:
 
 
 def part_of(fused: Fused) -> str:
-    return fused.call.part if isinstance(fused, FusedEmbed) else "head" if isinstance(fused, FusedLogits) else fused.part
+    return (
+        fused.call.part if isinstance(fused, FusedEmbed) else "head" if isinstance(fused, FusedLogits) else fused.part
+    )
 
 
 def buffer_of(call: OpCall, name: str) -> int:
@@ -99,8 +104,10 @@ def probes(fused: Fused, inputs: dict[int, Tensor]) -> list[Probe]:
     found = [Probe("", floats)]
     norms = [call for call in fused.replaces if call.op.name == "rms_norm"]
     if not isinstance(fused, FusedPerLayer) and norms:
-        quiet = {key: quiet(x, norms[0].attributes["eps"]) for key, x in floats.items() if x.is_floating_point()}
-        found.append(Probe(QUIET, {**floats, **quiet}, blames=("rms_norm",)))
+        small = {key: quiet(x, norms[0].attributes["eps"]) for key, x in floats.items() if x.is_floating_point()}
+        found.append(Probe(QUIET, {**floats, **small}, blames=("rms_norm",)))
+        large = {key: LOUD * x for key, x in floats.items() if x.is_floating_point()}
+        found.append(Probe(LARGE, {**floats, **large}, unproven=tuple(norms)))
     if isinstance(fused, FusedProduct) and fused.has_delta:
         parts = parts_of(fused)
         assert parts.delta is not None
@@ -176,21 +183,25 @@ class Asked:
 
     def look(
         self, what: str, made_by: tuple[OpCall, ...], found: Tensor, expected: Tensor, allowed: Tensor,
-        idle: tuple[OpCall, ...] = (), others: tuple[int, float] = (0, 1.0), idle_at_0: tuple[OpCall, ...] = (),
+        others: tuple[int, float] = (0, 1.0), idle_at_0: tuple[OpCall, ...] = (),
+        unproven: tuple[OpCall, ...] = (), until: int = 0,
     ) -> None:  # fmt: skip
-        """Take down values [rows, ...]; the row at position 0 by itself where some ops can do nothing wrong there."""
-        idle = (*self.probe.idle, *idle)
+        """Take down values [rows, ...]; by itself the row at position 0, where some ops can do nothing wrong, and those
+        before ``until``, which say nothing of others."""
         allowed = allowed.expand_as(expected)
-        split = [i for i, row in enumerate(self.rows) if row == 0] if idle_at_0 else []
-        rest = [i for i in range(len(self.rows)) if i not in split]
-        for rows, more in ((split, idle_at_0), (rest, ())):
-            if rows:
-                at = torch.tensor(rows, device=expected.device)
-                positions = tuple(self.rows[i] for i in rows)
-                self.seen.append(
-                    Seen(what, made_by, found.double()[at], expected[at], allowed[at], positions, (*idle, *more),
-                         self.probe.name, self.probe.blames, others if rows is rest else (0, 1.0))
-                )  # fmt: skip
+        groups: dict[tuple[bool, bool], list[int]] = {}
+        for i, row in enumerate(self.rows):
+            groups.setdefault((row == 0 and bool(idle_at_0), row < until), []).append(i)
+        for (is_at_0, is_before), rows in groups.items():
+            at = torch.tensor(rows, device=expected.device)
+            self.seen.append(
+                Seen(
+                    what, made_by, found.double()[at], expected[at], allowed[at], tuple(self.rows[i] for i in rows),
+                    idle=(*self.probe.idle, *(idle_at_0 if is_at_0 else ())), 
+                    unproven=(*self.probe.unproven, *(unproven if is_before else ())),
+                    probe=self.probe.name, blames=self.probe.blames, others=(0, 1.0) if is_at_0 else others,
+                )
+            )  # fmt: skip
 
     def look_at_kept(self, heads: HeadsExpected, kept: Tensor) -> None:
         """Keys and values that were written. kept: what pages hold of these rows, [rows, 2 or 1, J, ...]."""
@@ -217,7 +228,9 @@ class Asked:
             others = differs_from_rounded(found, x, error) if kind.storage == "bf16" else (0, 1.0)
             self.look(what, by, found, x, kept_error(x, error, kind.storage), idle_at_0=idle, others=others)
 
-    def look_at_mixed(self, heads: HeadsExpected, pool: Tensor, found: Tensor, score_error: float = SCORE_ERROR) -> None:
+    def look_at_mixed(
+        self, heads: HeadsExpected, pool: Tensor, found: Tensor, score_error: float = SCORE_ERROR
+    ) -> None:
         """What attention gives of the pages as they are. found [rows, H E]."""
         fused, oracle = self.fused, self.oracle
         assert isinstance(fused, FusedAttention)
@@ -244,6 +257,7 @@ class Asked:
         self.look(
             "mixed values", by, found, expected.reshape(shape), allowed.reshape(shape),
             idle_at_0=() if self.is_rows else queries,
+            unproven=(call,), until=call.attributes["window"] or 0,
         )  # fmt: skip
 
     def _attend(self, call: OpCall, values: dict[int, Tensor], pool: Tensor, row: int) -> Tensor:
