@@ -49,8 +49,8 @@ TEXT = (
     "A weir is a low wall across a river. Water gathers behind it until it stands as high as the wall, and then runs "
     "over. Whoever wants to know how much water a river carries can read it off a weir: the higher the water above the "
     "edge, the more flows, and since the edge never changes, a staff with marks is all it takes. In 1842 a miller near "
-    "Lyon wrote down 17 such numbers a day, for 9 years (3,287 pages), and was called a fool for it; today they are the "
-    "oldest series of that river. \"Measure first,\" says a note in the margin, \"and then argue.\"\n\n"
+    "Lyon wrote down 17 such numbers a day, for 9 years (3,287 pages), and was called a fool for it; today they are "
+    "the oldest series of that river. \"Measure first,\" says a note in the margin, \"and then argue.\"\n\n"
     "    def flow(height_m: float) -> float:\n        return 1.84 * 2.5 * height_m ** 1.5\n\n"
     "Ein Wehr kennt keine Meinung. \u6c34\u306f\u4f4e\u304d\u306b\u6d41\u308c\u308b\u3002 \u2014 "
 )  # fmt: skip
@@ -175,7 +175,8 @@ def _rungs(
             if is_whole:
                 rungs += check_device_runs(executor, ids)
         except UnsupportedError as error:
-            rungs.append(("kernels", lambda: [Line("kernels", "", "", "", None, None, SKIPPED, str(error))]))
+            refusal = Line("kernels", "", "", "", None, None, SKIPPED, str(error))
+            rungs.append(("kernels", lambda: [refusal]))
     if is_whole:
         executors: list[ReferenceExecutor] = []
 
@@ -247,7 +248,8 @@ def kernel_rungs(executor: DeviceExecutor, ids: Sequence[int], ops: str | None =
     """Launch by launch: of one token, of many rows in two chunks, of several tokens."""
     fused, step = fuse_one_row(executor.step), executor.step
     chosen = choose_calls(step, ops)
-    n, rungs = len(ids), []
+    n = len(ids)
+    rungs: list[tuple[str, Rung]] = []
 
     def decode(n_tokens: int) -> Iterator[Line]:
         oracle = Oracle(step, executor.plan, ids, executor.device)

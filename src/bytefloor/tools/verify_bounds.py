@@ -221,7 +221,7 @@ def mixture(
 
 
 def attention_error(found: Mixture, result: Tensor, score_error: float, is_bf16: bool = False) -> Tensor:
-    """[T, H, E]. score_error: of the largest a score could be. is_bf16: shares and outputs are, as those of many rows."""
+    """[T, H, E]. score_error: of the largest a score could be. is_bf16: shares and outputs are, as of many rows."""
     score = found.seen + score_error * (1 + found.largest)
     error = 2 * score[..., None] * found.m
     return error + BF16_STEP * found.m + BF16_STEP / 2 * result.abs() if is_bf16 else error

@@ -19,7 +19,7 @@ from bytefloor.tools.verify_bounds import (
     kept_error,
     mixture,
 )
-from bytefloor.tools.verify_oracle import Oracle, Roundings, keys_and_values, kept_values, new_pools
+from bytefloor.tools.verify_oracle import Oracle, Roundings, kept_values, keys_and_values, new_pools
 from bytefloor.tools.verify_report import EQUAL, WRONG, Line, Seen, Site, names, numbers_of
 from bytefloor.tools.verify_sites import QUIET, buffer_of, quiet
 
@@ -198,7 +198,7 @@ class PlainCalls:
 
     # --- the other executor
 
-    def _rows(self, call: OpCall, inputs: dict[int, Tensor], pool: Tensor | None) -> Tensor:
+    def _rows(self, call: OpCall, inputs: dict[int, Tensor], pool: Tensor | None) -> Any:
         """All at once, or one by one."""
         n = len(self.oracle.ids)
         tables = {buffer.id for buffer in self.oracle.step.tables.values()}

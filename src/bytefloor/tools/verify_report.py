@@ -125,7 +125,9 @@ class Site:
         blamed = []
         for one in wrong:
             own = [call for call in self.calls if _is_to_blame(call, one)]
-            blamed.append([call for call in own if id(call) not in cleared] or own)
+            # Where all are right with other inputs, it is what depends on their size: eps.
+            norms = [call for call in own if call.op.name == "rms_norm"]
+            blamed.append([call for call in own if id(call) not in cleared] or norms or own)
         common = [call for call in self.calls if all(_is_in(call, own) for own in blamed)]
         if common:
             return common

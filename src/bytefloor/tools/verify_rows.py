@@ -215,7 +215,7 @@ class RowKernels:
         found = evaluate(self.oracle, calls, given, weight_error=unit)
         asked = self._asked(fused, Probe("", inputs))
         self._put_tiles(arguments[0], x)
-        out, n_rows, adds = arguments[7], len(self.rows), bool(arguments[13])
+        out, adds = arguments[7], bool(arguments[13])
         sizes = [size for size in arguments[4:7] if size]
         site = self._site(fused, calls)
         if calls[-1] is fused.glu:

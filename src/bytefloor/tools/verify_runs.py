@@ -142,12 +142,13 @@ def compare_with_transformers(
         return
     import transformers
 
+    assert checkpoint.directory is not None
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         ).eval()
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
-        told = str(error).strip().partition("\n")[0]
+    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as refusal:
+        told = str(refusal).strip().partition("\n")[0]
         yield Line(rung, "", "", "logits", None, None, SKIPPED, f"transformers does not open it: {told}")
         return
     with torch.inference_mode():

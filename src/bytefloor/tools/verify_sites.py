@@ -30,7 +30,7 @@ from bytefloor.tools.verify_bounds import (
     kept_error,
     mixture,
 )
-from bytefloor.tools.verify_oracle import Oracle, hide, hold_queries, keys_and_values, kept_values
+from bytefloor.tools.verify_oracle import Oracle, hide, hold_queries, kept_values, keys_and_values
 from bytefloor.tools.verify_report import Seen, makers
 
 QUIET, LARGE, NOTHING_ADDED = "quiet inputs", "large inputs", "nothing added"
@@ -243,7 +243,12 @@ class Asked:
         k, v = keys_and_values(kept, layer, weight)
         q, q_error = heads.q, heads.q_error
         if self.is_rows:  # queries are given, as bf16 that hold the factor
-            q, q_error = hold_queries(q, **_held(call, weight)), torch.zeros_like(q)
+            q, q_error = (
+                hold_queries(
+                    q, call.attributes["scale"], call.attributes["rotated"], None if weight is None else weight.double()
+                ),
+                torch.zeros_like(q),
+            )
         values = {**heads.valued.values, buffer_of(call, "q"): q}
         values[buffer_of(call, "slots")] = slots
         values[buffer_of(call, "sequence")] = torch.zeros_like(slots)
@@ -272,14 +277,6 @@ class Asked:
             return self.oracle.result(call, own, pool)
         finally:
             self.oracle.roundings = roundings
-
-
-def _held(call: OpCall, k_norm: Tensor | None) -> dict[str, object]:
-    return {
-        "scale": call.attributes["scale"],
-        "rotated": call.attributes["rotated"],
-        "k_norm": None if k_norm is None else k_norm.double(),
-    }
 
 
 def prepare_pages(oracle: Oracle, fused: FusedAttention, rows: Sequence[int], until: int, is_loud: bool) -> Tensor:
