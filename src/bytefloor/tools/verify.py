@@ -256,7 +256,7 @@ def kernel_rungs(executor: DeviceExecutor, ids: Sequence[int], ops: str | None =
         kernels = DecodeKernels(executor, fused, oracle, n_tokens)
         rows = edges(step, n)
         yield from _walk(oracle, fused, chosen, lambda call, inputs: [kernels.check(call, inputs, rows)])
-        executor.poison()
+        kernels.finish()
 
     def rows(chunk: range) -> Iterator[Line]:
         oracle = Oracle(step, executor.plan, ids, executor.device, Roundings("bf16", "bf16", True))

@@ -33,13 +33,14 @@ from bytefloor.tools.verify_sites import (
     prepare_pages,
     probes,
     projected_buffers,
+    taken_out,
 )
 
 
 class DecodeKernels:
     """The launches of a device executor for n tokens, and where their inputs and outputs are.
 
-    n_tokens: 1, or one of the executor's batch sizes. The executor is not fit for decoding until ``poison`` was called.
+    n_tokens: 1, or one of the executor's batch sizes. The executor is not fit for decoding until ``finish`` was called.
     """
 
     def __init__(self, executor: DeviceExecutor, fused: Sequence[Fused], oracle: Oracle, n_tokens: int = 1) -> None:
@@ -75,6 +76,11 @@ class DecodeKernels:
         else:
             self._other(asked)
 
+    def finish(self) -> None:
+        """Make the executor fit for decoding again: a step that nothing carries the number of, and NaN everywhere."""
+        self._begin()
+        self.executor.poison()
+
     # --- launching alone
 
     def _place(self, rows: Sequence[int]) -> None:
@@ -107,12 +113,11 @@ class DecodeKernels:
         whole.view(self.n, planes, -1)[: len(flat), 0, : flat.shape[1]] = flat.float()
         stamped = whole.view(torch.int32) & ~1 | parity
         target = buffer if buffer.dim() == 2 else buffer.view(self.n, -1)
-        target.copy_(stamped.view(torch.float32))
+        target.view(torch.int32).copy_(stamped)
 
     def _spoil(self, buffer: Tensor, parity: int) -> None:
         """NaN with the parity of the step before."""
-        nan = torch.full((), 0x7FC00000 | (1 - parity), dtype=torch.int32, device=buffer.device)
-        buffer.copy_(nan.view(torch.float32).expand_as(buffer))
+        buffer.view(torch.int32).fill_(0x7FC00000 | (1 - parity))
 
     def _taken(self, buffer: Tensor, n_rows: int, planes: int = 1) -> Tensor:
         """[rows, n] without the parity, planes added up."""
@@ -148,7 +153,7 @@ class DecodeKernels:
     def _product(self, asked: Asked, fused: FusedProduct) -> None:
         parts, inputs, n = parts_of(fused), asked.probe.inputs, len(asked.rows)
         valued = evaluate(self.oracle, fused.replaces, inputs, STEP)
-        waiting = list(fused.products)
+        waiting, unproven = list(fused.products), taken_out(fused)
         for i, launch in enumerate(self.launches[id(fused)]):
             arguments, constants = launch.arguments, dict(launch.kernel.defines)
             parity = self._begin()
@@ -167,14 +172,16 @@ class DecodeKernels:
             if fused.glu is not None:
                 expected, allowed = valued.of(fused.glu)
                 found = self._taken(arguments[9], n)[:, : expected.shape[1]]
-                asked.look("gated values", makers(fused.glu, fused.replaces), found, expected, allowed)
+                asked.look(
+                    "gated values", makers(fused.glu, fused.replaces), found, expected, allowed, unproven=unproven
+                )
                 continue
             found, start = self._taken(arguments[9], n, int(constants["PARTS"])), 0
             for _ in range(n_matrices(launch)):
                 call = waiting.pop(0)
                 expected, allowed = valued.of(call)
                 rows = found[:, start : start + expected.shape[1]]
-                asked.look("a product", makers(call, fused.replaces), rows, expected, allowed)
+                asked.look("a product", makers(call, fused.replaces), rows, expected, allowed, unproven=unproven)
                 start += ceil_div(expected.shape[1], ROWS) * ROWS
 
     def _attention(self, asked: Asked, fused: FusedAttention) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Matrices:
     def values(self, weight: Weight) -> Tensor:
         """Float32, as the file has them."""
         if id(weight) not in self._held:
-            self._held[id(weight)] = (weight, weight.load().to(self.device))
+            self._held[id(weight)] = (weight, load_on(weight, self.device))
         return self._held[id(weight)][1]
 
     def bands(self, weight: Weight, to: str) -> Iterator[Tensor]:
@@ -64,6 +64,18 @@ class Matrices:
     def keep_only(self, calls: Sequence[OpCall]) -> None:
         needed = {id(weight) for call in calls for weight in call.weights}
         self._held = {key: held for key, held in self._held.items() if key in needed}
+
+
+def load_on(weight: Weight, device: torch.device) -> Tensor:
+    """Exact float32 values, decoded where they will be used: a large model takes minutes on a CPU."""
+    if device.type == "cpu":
+        return weight.load()
+    stored = weight.stored
+
+    def read() -> dict[str, Tensor]:
+        return {name: part.to(device) for name, part in stored.read().items()}
+
+    return replace(weight, stored=replace(stored, read=read)).load()
 
 
 def new_pools(step: Step, plan: CachePlan, device: torch.device) -> dict[str, Tensor]:

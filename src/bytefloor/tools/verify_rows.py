@@ -41,6 +41,7 @@ from bytefloor.tools.verify_sites import (
     prepare_pages,
     probes,
     projected_buffers,
+    taken_out,
 )
 
 UNIT_FORMS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
@@ -188,11 +189,13 @@ class RowKernels:
                 expected, allowed = valued.of(parts.summed)
                 found = arguments[1].view(-1)[: expected.numel()].view(expected.shape)
                 asked.look("the residual", makers(parts.summed, calls), found, expected, allowed)
-            self._look_at_tiles(asked, valued, calls, arguments[8])
+            self._look_at_tiles(asked, valued, calls, arguments[8], taken_out(fused))
             site.seen += asked.seen
         return site.line()
 
-    def _look_at_tiles(self, asked: Asked, valued: Valued, calls: Sequence[OpCall], tiles: Tensor) -> None:
+    def _look_at_tiles(
+        self, asked: Asked, valued: Valued, calls: Sequence[OpCall], tiles: Tensor, unproven: tuple[OpCall, ...]
+    ) -> None:
         """What the last call but its rounding gives, as bf16."""
         rounding = calls[-1]
         value = buffer_of(rounding, "x")
@@ -201,7 +204,8 @@ class RowKernels:
         found = self._tiles(tiles, expected.shape[-1])
         allowed = kept_error(expected, error, "bf16")
         others = differs_from_rounded(found, expected, error)
-        asked.look("rounded rows", makers(rounding, calls), found, expected, allowed, others=others)
+        by = makers(rounding, calls)
+        asked.look("rounded rows", by, found, expected, allowed, others=others, unproven=unproven)
 
     def _multiply(self, fused: FusedProduct, launch: Launch, inputs: dict[int, Tensor]) -> Line:
         """What bf16 rows, which are exact here, give."""

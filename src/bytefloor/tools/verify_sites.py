@@ -98,6 +98,11 @@ def parts_of(fused: FusedProduct) -> ProductParts:
     return ProductParts(buffer_of(add, "a"), delta, factor, scaled or add, tail)
 
 
+def taken_out(fused: FusedProduct) -> tuple[OpCall, ...]:
+    """Calls that what is behind the norm says nothing of: it takes every factor out again."""
+    return tuple(call for call in parts_of(fused).tail if call.op.name == "scale" and fused.norm is not None)
+
+
 def probes(fused: Fused, inputs: dict[int, Tensor]) -> list[Probe]:
     """The oracle's own inputs, and those that show more."""
     floats = {key: cut(x) if x.is_floating_point() else x for key, x in inputs.items()}
@@ -184,14 +189,14 @@ class Asked:
     def look(
         self, what: str, made_by: tuple[OpCall, ...], found: Tensor, expected: Tensor, allowed: Tensor,
         others: tuple[int, float] = (0, 1.0), idle_at_0: tuple[OpCall, ...] = (),
-        unproven: tuple[OpCall, ...] = (), until: int = 0,
+        unproven: tuple[OpCall, ...] = (), until: int | None = None,
     ) -> None:  # fmt: skip
-        """Take down values [rows, ...]; by itself the row at position 0, where some ops can do nothing wrong, and those
-        before ``until``, which say nothing of others."""
+        """Take down values [rows, ...]; by themselves the row at position 0, where some ops can do nothing wrong, and
+        those before ``until``, which say nothing of others. until: None for all rows."""
         allowed = allowed.expand_as(expected)
         groups: dict[tuple[bool, bool], list[int]] = {}
         for i, row in enumerate(self.rows):
-            groups.setdefault((row == 0 and bool(idle_at_0), row < until), []).append(i)
+            groups.setdefault((row == 0 and bool(idle_at_0), until is None or row < until), []).append(i)
         for (is_at_0, is_before), rows in groups.items():
             at = torch.tensor(rows, device=expected.device)
             self.seen.append(
