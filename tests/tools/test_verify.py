@@ -52,7 +52,7 @@ def step_of(family: str = "gemma4", kv: str = "bf16", mixture: str = "Q4_K_M") -
 
 
 def make(twins: TwinDevice, step: Step, n_sequences: int = 1) -> DeviceExecutor:
-    executor = DeviceExecutor(step, plan_of(IDS, n_sequences), device="cpu")
+    executor = DeviceExecutor(step, plan_of(IDS, n_sequences), device="cpu", draft_rows=n_sequences)
     twins.know(executor)
     return executor
 
@@ -242,11 +242,12 @@ def seen(executor: DeviceExecutor, rung: Rung) -> Sequence[int]:
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("family", list(SHAPES))
 def test_right_kernels_agree(twins: TwinDevice, family: str, kv: str) -> None:
-    """Of one token, of 70 and of 23 rows, of four tokens."""
+    """Of one token, of 70 and of 23 rows, of four tokens, of four of one sequence."""
     executor = make(twins, step_of(family, kv), 4)
     rungs = kernel_rungs(executor, IDS)
     assert [name for name, _ in rungs] == [
         "kernels of one token", "kernels of 70 rows", "kernels of 23 rows", "kernels of 4 tokens",
+        "kernels of 4 tokens of one sequence",
     ]  # fmt: skip
     lines = list(climb(rungs))
     assert {line.verdict for line in lines} == {EQUAL}

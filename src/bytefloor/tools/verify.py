@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan
-from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
+from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.loading import DEVICE_ROUNDING, check_kv, choose_device, open_tokenizer
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Progress, Silent
@@ -30,7 +30,7 @@ from bytefloor.model.families import Model, load_model
 from bytefloor.model.fuse import Fused, fuse_one_row, unfused
 from bytefloor.model.step import OpCall, Step
 from bytefloor.tools.models import find_model
-from bytefloor.tools.verify_decode import DecodeKernels
+from bytefloor.tools.verify_decode import DecodeKernels, decode_rung
 from bytefloor.tools.verify_lists import Arithmetic, PlainCalls, compare_lists
 from bytefloor.tools.verify_oracle import Oracle, Roundings
 from bytefloor.tools.verify_report import SKIPPED, Line, numbers_of
@@ -45,6 +45,7 @@ BEYOND = 70
 LAST_ROWS = 23
 """Of the second chunk: few, on top of a cache, beginning and ending in the middle of tiles."""
 SEQUENCES = 16
+"""The most whose tokens the kernels of decoding take at once, and the most rows of a draft."""
 TEXT = (
     "A weir is a low wall across a river. Water gathers behind it until it stands as high as the wall, and then runs "
     "over. Whoever wants to know how much water a river carries can read it off a weir: the higher the water above the "
@@ -169,7 +170,12 @@ def _rungs(
     if device.type == "cuda":
         try:
             executor = DeviceExecutor(
-                rounded, plan_of(ids, SEQUENCES), device=device, progress=progress, advice=Advice().kernels
+                rounded,
+                plan_of(ids, SEQUENCES),
+                device=device,
+                progress=progress,
+                advice=Advice().kernels,
+                draft_rows=SEQUENCES,
             )
             rungs += kernel_rungs(executor, ids, options.ops)
             if is_whole:
@@ -251,9 +257,9 @@ def kernel_rungs(executor: DeviceExecutor, ids: Sequence[int], ops: str | None =
     n = len(ids)
     rungs: list[tuple[str, Rung]] = []
 
-    def decode(n_tokens: int) -> Iterator[Line]:
+    def decode(n_tokens: int, of_one: bool = False) -> Iterator[Line]:
         oracle = Oracle(step, executor.plan, ids, executor.device)
-        kernels = DecodeKernels(executor, fused, oracle, n_tokens)
+        kernels = DecodeKernels(executor, fused, oracle, n_tokens, of_one)
         rows = edges(step, n)
         yield from _walk(oracle, fused, chosen, lambda call, inputs: [kernels.check(call, inputs, rows)])
         kernels.finish()
@@ -264,12 +270,20 @@ def kernel_rungs(executor: DeviceExecutor, ids: Sequence[int], ops: str | None =
         yield from _walk(oracle, fused, chosen, kernels.check)
         executor.poison()
 
-    rungs.append(("kernels of one token", lambda: decode(1)))
-    rungs.append((f"kernels of {n} rows", lambda: rows(range(n))))
-    if n > LAST_ROWS + 1 and LAST_ROWS > MOST_ROWS_ONE_BY_ONE:
-        rungs.append((f"kernels of {LAST_ROWS} rows", lambda: rows(range(n - LAST_ROWS, n))))
+    def add_decode(n_tokens: int, of_one: bool = False) -> None:
+        rungs.append((decode_rung(n_tokens, of_one), lambda: decode(n_tokens, of_one)))
+
+    def add_rows(chunk: range) -> None:
+        rungs.append((f"kernels of {len(chunk)} rows", lambda: rows(chunk)))
+
+    add_decode(1)
+    add_rows(range(n))
+    if n > LAST_ROWS + 1:
+        add_rows(range(n - LAST_ROWS, n))
     for size in executor.batch_sizes:
-        rungs.append((f"kernels of {size} tokens", lambda size=size: decode(size)))  # type: ignore[misc]
+        add_decode(size)
+    for size in executor.draft_sizes:
+        add_decode(size, of_one=True)
     return rungs
 
 

@@ -18,7 +18,7 @@ from bytefloor.engine.planner import Launch
 from bytefloor.formats.stream import ROWS
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedLogits, FusedPerLayer, FusedProduct
 from bytefloor.tools.verify_bounds import STEP, evaluate
-from bytefloor.tools.verify_oracle import Oracle, kept_values
+from bytefloor.tools.verify_oracle import Oracle, hide, kept_values
 from bytefloor.tools.verify_report import Line, Site, makers
 from bytefloor.tools.verify_sites import (
     LOUD_EDGE,
@@ -40,15 +40,25 @@ from bytefloor.tools.verify_sites import (
 class DecodeKernels:
     """The launches of a device executor for n tokens, and where their inputs and outputs are.
 
-    n_tokens: 1, or one of the executor's batch sizes. The executor is not fit for decoding until ``finish`` was called.
+    n_tokens: 1, or one of the executor's batch sizes; of_one: of its draft sizes, tokens of one sequence. The executor
+    is not fit for decoding until ``finish`` was called.
     """
 
-    def __init__(self, executor: DeviceExecutor, fused: Sequence[Fused], oracle: Oracle, n_tokens: int = 1) -> None:
-        self.executor, self.oracle, self.n = executor, oracle, n_tokens
-        launches = executor.launches if n_tokens == 1 else executor._batches[n_tokens].launches
+    def __init__(
+        self,
+        executor: DeviceExecutor,
+        fused: Sequence[Fused],
+        oracle: Oracle,
+        n_tokens: int = 1,
+        of_one: bool = False,
+    ) -> None:
+        self.executor, self.oracle, self.n, self.of_one = executor, oracle, n_tokens, of_one
+        graphs = executor._drafts if of_one else executor._batches
+        self._graph = None if n_tokens == 1 else graphs[n_tokens]
+        launches = executor.launches if self._graph is None else self._graph.launches
         self.launches = launches_of(fused, launches)
         self.state = launches[-1].arguments[5].view(-1, 3)
-        self.rung = "kernels of one token" if n_tokens == 1 else f"kernels of {n_tokens} tokens"
+        self.rung = decode_rung(n_tokens, of_one)
 
     def check(self, fused: Fused, inputs: dict[int, Tensor], rows: Sequence[int]) -> Line:
         """inputs: of all rows; the oracle has taken in the call. rows: those that are looked at."""
@@ -86,12 +96,12 @@ class DecodeKernels:
     def _place(self, rows: Sequence[int]) -> None:
         """Tokens, positions and page tables; a graph's other rows are nobody's."""
         batch, ids = self.oracle.batch, self.oracle.ids
-        if self.n == 1:
+        if self._graph is None:
             self.executor._show({name: tables[0] for name, tables in batch.tables.items()})
             placed = [(ids[rows[0]], rows[0])]
         else:
             tables = {name: tables[0] for name, tables in batch.tables.items()}
-            self.executor._batches[self.n].place([DecodingRow(ids[row], row, tables) for row in rows])
+            self._graph.place([DecodingRow(ids[row], row, tables) for row in rows])
             placed = [(ids[row], row) for row in rows] + [(0, 0)] * (self.n - len(rows))
         self._wanted_state = torch.tensor(placed, dtype=torch.int32, device=self.state.device)
 
@@ -185,19 +195,24 @@ class DecodeKernels:
                 start += ceil_div(expected.shape[1], ROWS) * ROWS
 
     def _attention(self, asked: Asked, fused: FusedAttention) -> None:
-        oracle, (launch,) = self.oracle, self.launches[id(fused)]
+        oracle, launches = self.oracle, self.launches[id(fused)]
+        launch = launches[-1]
         arguments, constants = launch.arguments, dict(launch.kernel.defines)
         heads = heads_expected(oracle, fused, asked.probe.inputs, STEP)
-        until = min(asked.rows) if fused.owns_kv and self.n == 1 else max(asked.rows) + (not fused.owns_kv)
-        pool = prepare_pages(oracle, fused, asked.rows, until, asked.probe.name == LOUD_EDGE)
+        table, size = oracle.batch.tables[fused.cache.kind.name][0], oracle.plan.page_size
+        pool = prepare_pages(oracle, fused, asked.rows, max(asked.rows) + 1, asked.probe.name == LOUD_EDGE)
+        # Tokens of several sequences wait for no keys but their own: only the last row's are sure to be written first.
+        for row in asked.rows if self.of_one else asked.rows[-1:]:
+            if fused.owns_kv:
+                hide(pool, table, size, row, row + 1)
         device_pool = self.executor.pools[fused.cache.kind.name][fused.cache.index]
         device_pool.copy_(pool)
         projected = [asked.probe.inputs[key] for key in projected_buffers(fused)]
         parity = self._begin()
         self._hand_rows(arguments[0], projected, parity, int(constants["PLANES_IN"]))
         self._spoil(arguments[12], parity)
-        self._launch(launch)
-        table, size = oracle.batch.tables[fused.cache.kind.name][0], oracle.plan.page_size
+        for each in launches:
+            self._launch(each)
         kept = kept_values(device_pool, fused.cache, table, size, max(asked.rows) + 1)
         asked.look_at_kept(heads, kept[list(asked.rows)])
         asked.look_at_mixed(heads, device_pool, self._taken(arguments[12], len(asked.rows)))
@@ -208,19 +223,29 @@ class DecodeKernels:
         self._hand(buffer, torch.cat(padded, dim=1), parity, planes)
 
 
+def decode_rung(n_tokens: int, of_one: bool = False) -> str:
+    """What the rung is called."""
+    if n_tokens == 1:
+        return "kernels of one token"
+    return f"kernels of {n_tokens} tokens{' of one sequence' if of_one else ''}"
+
+
 def n_matrices(launch: Launch) -> int:
     """Side by side in a product."""
     return sum(packed is not None for packed in launch.arguments[:3])
 
 
 def launches_of(fused: Sequence[Fused], launches: Sequence[Launch]) -> dict[int, list[Launch]]:
-    """Which launches are whose, by the identity of the fused call: a product may be several, all others are one."""
+    """Which launches are whose, by the identity of the fused call: a product may be several, attention two, all others
+    are one."""
     waiting, found = list(launches), {}
     for call in fused:
         own = [waiting.pop(0)]
         if isinstance(call, FusedProduct) and not call.is_pair:
             while sum(map(n_matrices, own)) < len(call.products):
                 own.append(waiting.pop(0))
+        if isinstance(call, FusedAttention) and waiting[0].kernel.name == "attention":
+            own.append(waiting.pop(0))
         found[id(call)] = own
     assert not waiting
     return found
