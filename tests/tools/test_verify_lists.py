@@ -14,10 +14,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from bytefloor.cli import app
+from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.loading import DEVICE_ROUNDING
-from bytefloor.engine.synthetic import Shape, checkpoint_of
-from bytefloor.errors import RequestError
+from bytefloor.engine.synthetic import SHAPES, Shape, checkpoint_of
+from bytefloor.errors import CapacityError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.files.stored import Checkpoint
 from bytefloor.model.config import Rounding
@@ -25,11 +26,12 @@ from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.model.fuse import fuse_one_row, unfused
 from bytefloor.model.step import OpCall, Step
+from bytefloor.tools import verify as verify_module
 from bytefloor.tools import verify_runs
 from bytefloor.tools.verify import TEXT, choose_calls, climb, list_rungs, plan_of, read_text
 from bytefloor.tools.verify_lists import Arithmetic, PlainCalls, compare_lists
 from bytefloor.tools.verify_oracle import Oracle
-from bytefloor.tools.verify_report import EQUAL, SKIPPED, WRONG
+from bytefloor.tools.verify_report import EQUAL, MEASURED, SKIPPED, WRONG
 from kernel_twins import TwinDevice, TwinKernel
 from tiny import build_tiny
 
@@ -195,10 +197,44 @@ def test_the_verb_says_that_all_agree_and_saves_it(tmp_path: Path) -> None:
     status, output = run("-m", str(tiny.directory), "--save", str(saved))
     assert status == 0, output
     lines = json.loads(saved.read_text())
-    assert {line["verdict"] for line in lines} == {EQUAL}
-    assert lines[-1]["rung"] == "transformers"
-    assert 0 < lines[-1]["error"] < lines[-1]["bound"]
-    assert f"all agree: {len(lines)} comparisons" in output
+    assert {line["verdict"] for line in lines[:-2]} == {EQUAL}
+    assert lines[-3]["rung"] == "transformers"
+    assert 0 < lines[-3]["error"] < lines[-3]["bound"]
+    assert [(line["rung"], line["verdict"]) for line in lines[-2:]] == [("what roundings cost", MEASURED)] * 2
+    assert f"all agree: {len(lines) - 2} comparisons" in output
+
+
+def test_where_there_are_kernels_the_verb_climbs_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twins on a CPU, right ones and then wrong ones."""
+    twins = TwinDevice()
+    twins.install(monkeypatch)
+
+    def make(step: Step, plan: CachePlan, **more: Any) -> DeviceExecutor:
+        executor = DeviceExecutor(step, plan_of(range(plan.chunk), 4), device="cpu", draft_rows=4)
+        twins.know(executor)
+        return executor
+
+    monkeypatch.setitem(SHAPES, "tiny", replace(SHAPE, n_layers=4))
+    monkeypatch.setattr(verify_module, "DeviceExecutor", make)
+    monkeypatch.setattr(verify_module, "has_kernels", lambda device: True)
+    words = ("-m", "synthetic:tiny/Q4_K_M", "-p", "What is the height of the water?")
+    status, output = run(*words)
+    assert status == 0, output
+    for rung in ("kernels of one token", "kernels of 4 tokens of one sequence", "layers", "graphs against launches"):
+        assert f"\n{rung}" in output
+    monkeypatch.setattr(TwinKernel, "_turned_rows", lambda self, heads, *others: heads)
+    status, output = run(*words, "--ops", "layers.0.attention")
+    assert status == 1
+    assert "layers.0.attention: " in output.splitlines()[-1]
+
+
+def test_what_there_is_no_memory_for_is_said() -> None:
+    def lines() -> Any:
+        raise CapacityError("48 GB needed, 24 GB free")
+        yield
+
+    (line,) = verify_runs.or_skipped("transformers", lines)
+    assert (line.verdict, line.note) == (SKIPPED, "48 GB needed, 24 GB free")
 
 
 def test_status_1_names_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,16 @@ from bytefloor.model.step import OpCall, Step
 from bytefloor.tools.models import find_model
 from bytefloor.tools.verify_decode import DecodeKernels, decode_rung
 from bytefloor.tools.verify_lists import Arithmetic, PlainCalls, compare_lists
-from bytefloor.tools.verify_oracle import Oracle, Roundings
+from bytefloor.tools.verify_oracle import ROW_ROUNDINGS, Oracle
 from bytefloor.tools.verify_report import SKIPPED, Line, numbers_of
 from bytefloor.tools.verify_rows import RowKernels
-from bytefloor.tools.verify_runs import check_device_runs, check_reference_runs, compare_with_transformers
+from bytefloor.tools.verify_runs import (
+    check_device_runs,
+    check_reference_runs,
+    compare_with_transformers,
+    measure_roundings,
+    or_skipped,
+)
 
 PAGE = 64
 LEAST_ROWS, MOST_ROWS = 130, 1100
@@ -167,7 +173,7 @@ def _rungs(
     choose_calls(plain, options.ops)
     rungs = [*list_rungs(plain, rounded, ids, device, options.ops)]
     is_whole = options.ops is None
-    if device.type == "cuda":
+    if has_kernels(device):
         try:
             executor = DeviceExecutor(
                 rounded,
@@ -191,11 +197,18 @@ def _rungs(
                 executors.append(ReferenceExecutor(plain, plan_of(ids), device=device, progress=progress))
             return executors[0]
 
+        def other() -> Iterator[Line]:
+            return compare_with_transformers(reference, path, model.checkpoint, ids, options.kv)
+
         rungs += check_reference_runs(reference, ids)
-        rungs.append(
-            ("transformers", lambda: compare_with_transformers(reference, path, model.checkpoint, ids, options.kv))
-        )
+        rungs.append(("transformers", lambda: or_skipped("transformers", other)))
+        rungs.append(("what roundings cost", lambda: measure_roundings(plain, rounded, plan_of(ids), ids, device)))
     return rungs
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether it is worth asking; shapes and formats may still have none."""
+    return device.type == "cuda"
 
 
 def plan_of(ids: Sequence[int], n_sequences: int = 1) -> CachePlan:
@@ -265,7 +278,7 @@ def kernel_rungs(executor: DeviceExecutor, ids: Sequence[int], ops: str | None =
         kernels.finish()
 
     def rows(chunk: range) -> Iterator[Line]:
-        oracle = Oracle(step, executor.plan, ids, executor.device, Roundings("bf16", "bf16", True))
+        oracle = Oracle(step, executor.plan, ids, executor.device, ROW_ROUNDINGS)
         kernels = RowKernels(executor, fused, oracle, chunk)
         yield from _walk(oracle, fused, chosen, kernels.check)
         executor.poison()

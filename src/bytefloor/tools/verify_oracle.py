@@ -41,6 +41,10 @@ class Roundings:
     sums: str = "float32"
 
 
+ROW_ROUNDINGS = Roundings(activations="bf16", weights="bf16", has_bf16_queries=True)
+"""Of the kernels of many rows; those of decoding round what the list says."""
+
+
 @dataclass
 class Matrices:
     """Decoded matrices of the calls at hand: the next call drops those of the one before."""

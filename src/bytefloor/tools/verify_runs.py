@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
+from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import MOST_ROWS_ONE_BY_ONE, DeviceExecutor
 from bytefloor.engine.reference import ReferenceExecutor
+from bytefloor.errors import CapacityError
 from bytefloor.files.stored import Checkpoint
+from bytefloor.model.step import Step
 from bytefloor.tools.bench_check import MOST_ERROR, Bounds, drift
 from bytefloor.tools.bench_prompt import empty_cache
 from bytefloor.tools.bench_together import Executor
-from bytefloor.tools.verify_oracle import Oracle, Roundings
-from bytefloor.tools.verify_report import EQUAL, SKIPPED, WRONG, Line
+from bytefloor.tools.verify_oracle import ROW_ROUNDINGS, Oracle, Roundings
+from bytefloor.tools.verify_report import EQUAL, MEASURED, SKIPPED, WRONG, Line
 
 CLEAR_MARGIN = 0.3
 """Between the two best logits: where the oracle's are farther apart, another's best token must be the same."""
@@ -34,7 +38,7 @@ def check_device_runs(executor: DeviceExecutor, ids: Sequence[int]) -> list[Rung
     """Layers, logits, tokens; a graph against its launches one by one, a run against itself."""
     storage = executor.step.kinds[0].storage
     return [
-        ("layers, rows one by one and at once", lambda: _layers(executor, ids, storage)),
+        ("layers", lambda: _layers(executor, ids, storage, "layers")),
         ("logits", lambda: _logits(executor, ids)),
         ("graphs against launches, runs against runs", lambda: _bits(executor, ids)),
     ]
@@ -45,14 +49,15 @@ def check_reference_runs(make: MakeReference, ids: Sequence[int]) -> list[Rung]:
 
     def layers() -> Iterator[Line]:
         executor = make()
-        yield from _layers(executor, ids, executor.step.kinds[0].storage)
+        yield from _layers(executor, ids, executor.step.kinds[0].storage, "reference layers")
 
-    return [("reference layers, rows one by one and at once", layers)]
+    name = "reference layers"
+    return [(name, lambda: or_skipped(name, layers))]
 
 
-def _layers(executor: Executor, ids: Sequence[int], storage: str) -> Iterator[Line]:
-    """The two roads share no product and no attention on a device: keys and values of each layer, and the logits."""
-    rung = "layers, rows one by one and at once"
+def _layers(executor: Executor, ids: Sequence[int], storage: str, rung: str) -> Iterator[Line]:
+    """Rows one by one and all at once, which on a device share no product and no attention: keys and values of each
+    layer, and the logits."""
     bounds: Bounds = MOST_ERROR[storage]
     found = drift(executor, ids[:EAGER_ROWS])
     parts = [call.part for call in executor.step.calls if call.op.name == "cache_write"]
@@ -67,12 +72,36 @@ def _line(rung: str, part: str, name: str, error: float, bound: float, note: str
     return Line(rung, "", part, name, error, bound, EQUAL if error <= bound else WRONG, note)
 
 
-def oracle_logits(executor: Executor, ids: Sequence[int], roundings: Roundings | None) -> Tensor:
+def oracle_logits(
+    step: Step, plan: CachePlan, ids: Sequence[int], device: torch.device, roundings: Roundings | None = None
+) -> Tensor:
     """[T, V], float64."""
-    oracle = Oracle(executor.step, executor.plan, ids, executor.device, roundings)
-    for call in executor.step.calls:
+    oracle = Oracle(step, plan, ids, device, roundings)
+    for call in step.calls:
         oracle.take_in([call])
-    return oracle.values[executor.step.logits.id]
+    return oracle.values[step.logits.id]
+
+
+def measure_roundings(
+    plain: Step, rounded: Step, plan: CachePlan, ids: Sequence[int], device: torch.device
+) -> Iterator[Line]:
+    """What the kernels' roundings cost on this text, by the oracle with and without them."""
+    rung = "what roundings cost"
+    exact = oracle_logits(plain, plan, ids, device)
+    for name, roundings in (("decoding", None), ("many rows", ROW_ROUNDINGS)):
+        found = oracle_logits(rounded, plan, ids, device, roundings)
+        n_other = int((exact.argmax(-1) != found.argmax(-1)).sum())
+        kl = mean_kl(exact, found)
+        note = f"mean KL {kl:.2e} to float64 without roundings, {n_other} of {len(ids)} best tokens differ"
+        yield Line(rung, "", "head", name, None, None, MEASURED if math.isfinite(kl) else WRONG, note)
+
+
+def or_skipped(rung: str, lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    """Lines, or that there is no memory for them: op by op a model needs far less than to run as a whole."""
+    try:
+        yield from lines()
+    except CapacityError as error:
+        yield Line(rung, "", "", "", None, None, SKIPPED, str(error))
 
 
 def run_rows(executor: Executor, ids: Sequence[int], chunk: int, **more: Any) -> Tensor:
@@ -91,10 +120,11 @@ def _logits(executor: DeviceExecutor, ids: Sequence[int]) -> Iterator[Line]:
     storage = executor.step.kinds[0].storage
     bounds, n = MOST_ERROR[storage], sum(executor.step.n_cache_layers.values())
     bound = bounds.first + n * bounds.more
-    roads = [("all rows at once", len(ids), Roundings("bf16", "bf16", True)), ("rows one by one", 1, None)]
+    roads = [("all rows at once", len(ids), ROW_ROUNDINGS), ("rows one by one", 1, None)]
     for name, chunk, roundings in roads:
         own = ids if chunk > MOST_ROWS_ONE_BY_ONE else ids[:EAGER_ROWS]
-        expected, found = oracle_logits(executor, own, roundings), run_rows(executor, own, chunk).double()
+        expected = oracle_logits(executor.step, executor.plan, own, executor.device, roundings)
+        found = run_rows(executor, own, chunk).double()
         error = float((found - expected).norm() / expected.norm())
         kl = mean_kl(expected, found)
         yield _line("logits", "head", name, error, bound, f"mean KL {kl:.1e}")

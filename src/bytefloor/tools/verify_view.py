@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from bytefloor.tools.verify_report import EQUAL, SKIPPED, Line
+from bytefloor.tools.verify_report import EQUAL, MEASURED, SKIPPED, Line
 
 ROW = "{:<44} {:>10}  {:<22} {:>9} {:>9}  {:<8}{}"
 
@@ -47,7 +47,7 @@ def _print(line: Line, name: str) -> None:
 
 def _sum_up(lines: list[Line]) -> None:
     """Of the last rung, what came nearest to its bound."""
-    rung = [line for line in lines if line.rung == lines[-1].rung and line.verdict != SKIPPED]
+    rung = [line for line in lines if line.rung == lines[-1].rung and line.verdict not in (SKIPPED, MEASURED)]
     if not rung:
         return
     nearest = max(rung, key=lambda line: (line.is_wrong, (line.error or 0) / (line.bound or 1)))
