@@ -81,9 +81,14 @@ def spoil_matrix(
     twins: TwinDevice, executor: DeviceExecutor, role: str, change: Callable[[Tensor, Weight], Tensor]
 ) -> None:
     """What the packed matrix of a role decodes to."""
-    weight = next(w for call in executor.step.calls for w in call.weights if w.name == role)
-    key = executor.weights.packed(weight).data_ptr()
+    weight, key = packed_as(executor, role)
     twins.matrices[key] = change(twins.matrices[key].clone(), weight)
+
+
+def packed_as(executor: DeviceExecutor, role: str) -> tuple[Weight, int]:
+    """A weight, and where it is packed."""
+    weight = next(w for call in executor.step.calls for w in call.weights if w.name == role)
+    return weight, executor.weights.packed(weight).data_ptr()
 
 
 # --- the ten faults
@@ -168,6 +173,34 @@ def test_a_stale_scale(twins: TwinDevice, rung: Rung) -> None:
     (line,) = wrong_of(executor, rung)
     assert (line.part, line.name.rpartition(", ")[2]) == ("layers.1.attention", "linear o")
     assert "value [3]" in line.note
+
+
+@roads
+def test_a_stale_scale_that_few_rows_show(twins: TwinDevice, monkeypatch: pytest.MonkeyPatch, rung: Rung) -> None:
+    """A right row does not clear a matrix: of one token every third multiplication here is right."""
+    executor, found = make(twins, step_of("llama")), TwinKernel._multiply
+
+    def stale(matrix: Tensor, weight: Weight) -> Tensor:
+        matrix[6, 32:64] *= 1.4  # row 3 of gate, among rows of up by turns
+        return matrix
+
+    spoil_matrix(twins, executor, "layers.0.gate", stale)
+    if rung == DECODE:
+        spoilt = twins.matrices[packed_as(executor, "layers.0.gate")[1]]
+        n_calls = [0]
+
+        def multiply(self: TwinKernel, packed: Sequence[Tensor | None], x: Tensor, y: Tensor, factor: object) -> None:
+            assert packed[0] is not None
+            matrix, n_calls[0] = twins.matrices[packed[0].data_ptr()], n_calls[0] + 1
+            before = matrix[6, 32:64].clone()
+            if matrix is spoilt and n_calls[0] % 3 == 0:
+                matrix[6, 32:64] /= 1.4
+            found(self, packed, x, y, factor)
+            matrix[6, 32:64] = before
+
+        monkeypatch.setattr(TwinKernel, "_multiply", multiply)
+    (line,) = wrong_of(executor, rung)
+    assert (line.part, line.name.partition("linear")[2]) == ("layers.0.mlp", " gate, linear up, glu")
 
 
 @roads

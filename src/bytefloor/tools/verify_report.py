@@ -78,6 +78,11 @@ class Seen:
         return ratio[at].item(), difference[at].item() / size, allowed[at].item() / size, at
 
     @property
+    def question(self) -> tuple[object, ...]:
+        """What rows have in common that were asked alike."""
+        return self.what, self.probe, tuple(map(id, self.makers)), tuple(map(id, (*self.idle, *self.unproven)))
+
+    @property
     def is_right(self) -> bool:
         return self.worst()[0] <= 1 and self.others[0] <= self.others[1]
 
@@ -120,7 +125,9 @@ class Site:
         cleared: set[int] = set()
         if plain:  # otherwise what the probes are for is to blame
             wrong = plain
-            right = [one for one in self.seen if one.is_right and not one.blames]
+            # One right row says little of a matrix; all rows that were asked alike say something.
+            failed = {one.question for one in self.seen if not one.is_right}
+            right = [one for one in self.seen if not one.blames and one.question not in failed]
             cleared = {id(call) for one in right for call in one.makers if not _is_in(call, (*one.idle, *one.unproven))}
         blamed = []
         for one in wrong:

@@ -267,7 +267,7 @@ class Asked:
         self.look(
             "mixed values", by, found, expected.reshape(shape), allowed.reshape(shape),
             idle_at_0=() if self.is_rows else queries,
-            unproven=(call,), until=call.attributes["window"] or 0,
+            unproven=(call,), until=max(0, (call.attributes["window"] or 0) - 1),
         )  # fmt: skip
 
     def _attend(self, call: OpCall, values: dict[int, Tensor], pool: Tensor, row: int) -> Tensor:
