@@ -122,7 +122,7 @@ def test_the_fused_list_is_the_plain_one_in_another_order(step: Step) -> None:
 
 def test_the_reference_agrees_with_the_oracle(step: Step) -> None:
     """In float32 with and without roundings, rows one by one and at once, with bf16 weights."""
-    lines = list(climb(list(list_rungs(step_of(Rounding()), step, IDS, CPU))))
+    lines = list(climb(list(list_rungs(step_of(Rounding("float32")), step, IDS, CPU))))
     assert {line.verdict for line in lines} == {EQUAL}
     assert len({line.rung for line in lines}) == 5
     assert 0 < max(line.error / line.bound for line in lines if line.bound) <= 1
@@ -248,7 +248,7 @@ def test_status_1_names_the_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(PlainCalls, "_run", wrong)
     status, output = run("-m", str(tiny.directory), "--ops", "layers.1..layers.1.mlp")
     assert status == 1
-    number = find(build_step(*parts_of(tiny.directory), Rounding()), "layers.1.mlp", "glu")
+    number = find(build_step(*parts_of(tiny.directory), DEVICE_ROUNDING), "layers.1.mlp", "glu")
     assert f"WRONG: op {number}, layers.1.mlp: glu (float32, all rows at once)" in output
     assert "float32, all rows at once is broken" in output
 

@@ -169,7 +169,8 @@ def _rungs(
     """From single ops to whole texts."""
     kv = options.kv or DEVICE_ROUNDING.cache
     rounded = build_step(model.config, model.weights, replace(DEVICE_ROUNDING, cache=kv))
-    plain = build_step(model.config, model.weights, Rounding(cache=options.kv or Rounding.cache))
+    # Roundings that change nothing are in the list all the same, so that both number their calls alike.
+    plain = build_step(model.config, model.weights, Rounding("float32", options.kv or Rounding.cache))
     choose_calls(plain, options.ops)
     rungs = [*list_rungs(plain, rounded, ids, device, options.ops)]
     is_whole = options.ops is None
