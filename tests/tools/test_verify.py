@@ -22,7 +22,9 @@ from bytefloor.model.families import load_model
 from bytefloor.model.step import OpCall, Step
 from bytefloor.model.weights import Weight
 from bytefloor.ops import OPS
+from bytefloor.ops.pages import page_shape, values_of
 from bytefloor.tools.verify import climb, kernel_rungs, plan_of
+from bytefloor.tools.verify_oracle import hide
 from bytefloor.tools.verify_report import EQUAL, SKIPPED, Line
 from kernel_twins import TwinDevice, TwinKernel
 
@@ -296,3 +298,17 @@ def test_the_ladder_stops_at_the_first_broken_rung(twins: TwinDevice, monkeypatc
         ("kernels of 70 rows", "kernels of one token is broken"),
         ("kernels of 23 rows", "kernels of one token is broken"),
     ]
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_what_no_row_may_see_is_hidden(kv: str) -> None:
+    """All else stays, in pages that do not follow each other."""
+    step, table = step_of(kv=kv), [3, 1, 2]
+    kind = step.kinds[0]
+    page, dtype = page_shape(kv, kind.n_kv_heads, 4, kind.head_size)
+    pool = torch.zeros(4, *page, dtype=dtype)
+    hide(pool, table, 4, 3, 6)
+    values = values_of(pool[table], kind.head_size, kv).movedim(-2, 1).flatten(0, 1)
+    assert [bool(row.isnan().all()) for row in values] == [3 <= p < 6 for p in range(12)]
+    assert not values[:3].any()
+    assert not values[6:].any()

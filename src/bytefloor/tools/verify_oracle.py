@@ -19,7 +19,7 @@ from bytefloor.engine.cache import CachePlan, SequenceCache, make_pools
 from bytefloor.engine.reference import StoredRows
 from bytefloor.model.step import Buffer, CacheLayer, OpCall, Step
 from bytefloor.model.weights import Weight
-from bytefloor.ops.pages import holds_codes, keys_of, page_shape, values_of
+from bytefloor.ops.pages import SCALE_BYTES, codes_and_scales, holds_codes, keys_of, page_shape, values_of
 from bytefloor.ops.round_to import round_to
 
 BAND_VALUES = 1 << 26
@@ -208,14 +208,13 @@ def keys_and_values(kept: Tensor, layer: CacheLayer, k_norm: Tensor | None) -> t
 
 
 def hide(pool: Tensor, table: Sequence[int], page_size: int, first: int, stop: int) -> None:
-    """NaN in a layer's pages at positions first .. stop - 1, in place; of codes in their scales too."""
-    nan = 0xFF if holds_codes(pool) else math.nan
-    for p in range(first, stop):
-        page, offset = table[(p // page_size) % len(table)], p % page_size
-        if not holds_codes(pool):
-            pool[page, :, :, offset] = nan
-        else:
-            e = pool.shape[-1] // page_size - 2
-            pool[page, :, :, offset * e : (offset + 1) * e] = nan
-            start = page_size * e + 2 * offset
-            pool[page, :, :, start : start + 2] = nan
+    """NaN in a layer's pages at positions first .. stop - 1, in place; of codes in their scales."""
+    positions = torch.arange(first, max(first, stop), device=pool.device)
+    pages = torch.tensor(table, device=pool.device)[(positions // page_size) % len(table)]
+    offsets = positions % page_size
+    if holds_codes(pool):
+        codes, scales = codes_and_scales(pool, pool.shape[-1] // page_size - SCALE_BYTES)
+        codes[pages, :, :, offsets] = 0xFF
+        scales[pages, :, :, offsets] = math.nan
+    else:
+        pool[pages, :, :, offsets] = math.nan
