@@ -17,6 +17,7 @@ from bytefloor.cli_bench import bench_app
 from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, ModelOption, parse_size
 from bytefloor.cli_perplexity import perplexity
 from bytefloor.cli_quantize import quantize
+from bytefloor.cli_verify import verify
 from bytefloor.errors import BytefloorError, RequestError
 from bytefloor.tools import interrupt
 from bytefloor.tools.packages import SERVER, require
@@ -256,6 +257,7 @@ def inspect(
 
 
 app.add_typer(bench_app, name="bench")
+app.command()(verify)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,9 @@ from bytefloor.errors import RequestError
 from bytefloor.server.app import create_app
 from bytefloor.server.service import Service
 
+SWITCH_S = 2e-4
+"""After which a thread that computes lets another have its turn. The engine's waits for it at each step, and the event
+loop would keep it waiting for python's own 5 ms, longer than a step takes."""
 LOG = logging.getLogger("bytefloor.server")
 GRACE_S = 5
 """For the last bytes of answers, once no request runs any more."""
@@ -92,8 +96,11 @@ async def serve(service: Service, bound: socket.socket) -> int:
     # What is there now stays. To look through a large vocabulary for garbage takes a quarter of a second, in which
     # nobody else runs.
     gc.freeze()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
     try:
         await server.serve(sockets=[bound])
     finally:
         gc.unfreeze()
+        sys.setswitchinterval(switch_s)
     return 1 if service.worker.broken is not None else 0

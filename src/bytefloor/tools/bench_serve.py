@@ -169,6 +169,7 @@ def _words(name: str | None, options: LoadOptions) -> list[str]:
     """What ``bytefloor serve`` is told."""
     words = ["--parallel", str(options.n_parallel), "-c", str(options.capacity), "--device", options.device]
     words += ["-m", name] if name is not None else []
+    words.append("--no-speculation")  # random text says nothing of drafts, and some of it repeats itself
     return words + (["--kv", options.kv] if options.kv is not None else [])
 
 
@@ -208,7 +209,10 @@ def _measure_alone(name: str | None, options: LoadOptions) -> _Alone:
     """The loads on an engine of this process, whose memory is free again after."""
     device = choose_device(options.device)
     opened = open_with_progress(
-        name, EngineOptions(options.capacity, options.device, n_sequences=options.n_parallel, kv=options.kv)
+        name,
+        EngineOptions(
+            options.capacity, options.device, n_sequences=options.n_parallel, kv=options.kv, speculates=False
+        ),
     )
     loads = []
     n_tokens = opened.tokenizer.n_tokens
