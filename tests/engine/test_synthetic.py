@@ -16,7 +16,6 @@ from bytefloor.errors import RequestError, ShapeError
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
-from bytefloor.tools.bench import token_bytes
 
 SMALL = Shape("gemma4", 256, 512, 2, 4, 2, 64, 288, 4096, True, {"attention.sliding_window": 40}, 2, 1, 128)
 SMALL_E = replace(
@@ -30,7 +29,7 @@ MIXTURES = synthetic.MIXTURES
 )
 def test_a_token_of_a_q4_k_m_reads_what_it_reads_of_the_published_files(name: str, gb: float) -> None:
     model = load_model(make_checkpoint(f"synthetic:{name}/Q4_K_M", "cpu"))
-    weights, _ = token_bytes(build_step(model.config, model.weights, Rounding()), 0)
+    weights, _ = build_step(model.config, model.weights, Rounding()).token_bytes(0)
     assert weights / 1e9 == pytest.approx(gb, abs=0.006)
 
 

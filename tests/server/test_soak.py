@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import gc
 import json
-import os
 import random
 import re
 import threading
@@ -219,10 +218,6 @@ class Soak:
             self.wrong.append(f"{kind.path} {case}: {found!r}")
 
 
-MOST_POOL = min(32, (os.cpu_count() or 1) + 4)
-"""Threads that a loop keeps for what must not block it; they come one by one."""
-
-
 def _left(running: Live) -> dict[str, int]:
     """What a server has that could grow."""
     gc.collect()
@@ -237,7 +232,6 @@ def _left(running: Live) -> dict[str, int]:
     return {
         "tasks": int(str(running.call(n_tasks()))),
         "threads": sum(not each.name.startswith("asyncio_") for each in threading.enumerate()),
-        "pool": max(0, sum(each.name.startswith("asyncio_") for each in threading.enumerate()) - MOST_POOL),
         "descriptors": psutil.Process().num_fds(),
         "handles": len(running.service.worker._handles),
         "open": running.service.worker.n_open,

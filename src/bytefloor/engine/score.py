@@ -49,7 +49,7 @@ def score_chunks(
 
     observe: sees every call's output as it is made.
     """
-    run = partial(executor.run, observe=observe)
+    run = executor.run if observe is None else partial(executor.run, observe=observe)
     for _, logits in score_rows(executor, ids, chunk, range(len(ids)), run):
         yield logits
 
