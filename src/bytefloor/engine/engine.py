@@ -117,11 +117,13 @@ class Engine:
             return []
         if texts:
             return self._step_with_texts(whole)
-        drafts = self._drafting.propose(planned, self._looping is not None)
-        if not drafts and self._ahead.can_serve(planned):
+        if self._ahead.can_serve(planned):
             self._leave_loop()
             if self._launch_together(planned):
                 return self._step_together(planned)
+        # Where tokens go from device to device, each sequence's drafts would be a pass over the weights of their own.
+        may_draft = self._loop is None or len(planned) == 1
+        drafts = self._drafting.propose(planned, self._looping is not None) if may_draft else {}
         if not drafts and len(planned) == 1 and self._can_loop(planned[0][0]):
             delta = self._step_ahead(planned[0][0])
             if delta is not None:
