@@ -267,7 +267,8 @@ def test_nothing_stays_behind_and_no_answer_is_wrong(directory: Path, cases: lis
         after = _left(running)
         assert soak.wrong == []
         assert {name: (before[name], n) for name, n in after.items() if n > before[name]} == {}
-        assert after["handles"] == after["open"] == after["Handle"] == after["SequenceState"] == 0
+        # Objects of other tests of this process may be alive, so kinds are compared with before.
+        assert after["handles"] == after["open"] == 0
         assert not running.service.served.engine.has_work
         assert set(_pages(running).values()) == {0}
         assert running.http.get("/health").status_code == 200
