@@ -404,7 +404,7 @@ def test_the_queue_and_the_reading_of_the_prompt_are_shown(opened: Opened, drive
         total = running.n_prompt(long)
         page.shows(f"Reading the prompt: 48 of {total} tokens", ".waiting")
         executor.pause_s = 0
-        page.click("Stop")
+        page.settle()
 
 
 def test_nothing_is_wider_than_a_phone(stage: Stage, page: ChatPage) -> None:
