@@ -239,10 +239,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(item, (*path, key))
 
 
-def spoiled(data: st.DataObject, whole: dict[str, Any]) -> bytes:
-    """The body with one or two of its values changed or gone."""
+def spoiled(data: st.DataObject, whole: dict[str, Any], least: int = 1) -> bytes:
+    """The body with one or two of its values, or with ``least`` 0 perhaps none, changed or gone."""
     body = copy.deepcopy(whole)
-    for _ in range(data.draw(st.integers(1, 2))):
+    for _ in range(data.draw(st.integers(least, 2))):
         path = data.draw(st.sampled_from(sorted(places(body), key=str)))
         owner = body
         for key in path[:-1]:

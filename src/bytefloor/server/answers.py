@@ -250,6 +250,14 @@ class Answer:
         }
 
 
+def facts_of(id: str, finish: Finish | None, queue_s: float) -> Json:
+    """For the log, of a request with one answer."""
+    if finish is None:
+        return {"answer": id}
+    counts = {"prompt": finish.n_prompt, "cached": finish.n_cached, "generated": finish.n_generated}
+    return {"answer": id, **counts, "finish": finish.reason, **timings([finish], queue_s)}
+
+
 def timings(finishes: Sequence[Finish], queue_s: float) -> Json:
     """How long an answer took, in ms. Of several choices: tokens of all, the time of the slowest.
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bytefloor.engine.request import Finish
-from bytefloor.server.answers import Event, Json, timings
+from bytefloor.server.answers import Event, Json, facts_of
 from bytefloor.server.asked import Asked
 from bytefloor.server.event_stream import HOLE, around, events
 from bytefloor.text.reasoning import Channel
@@ -133,11 +133,7 @@ class MessageAnswer:
     @property
     def facts(self) -> Json:
         """For the log."""
-        finish = self._finish
-        if finish is None:
-            return {"answer": self.id}
-        counts = {"prompt": finish.n_prompt, "cached": finish.n_cached, "generated": finish.n_generated}
-        return {"answer": self.id, **counts, "finish": finish.reason, **timings([finish], self._queue_s)}
+        return facts_of(self.id, self._finish, self._queue_s)
 
     def _told(self, piece: Piece) -> list[Json]:
         match piece:

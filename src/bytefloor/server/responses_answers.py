@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bytefloor.engine.request import Finish
-from bytefloor.server.answers import Event, Json, timings
+from bytefloor.server.answers import Event, Json, facts_of, timings
 from bytefloor.server.asked import Asked
 from bytefloor.server.event_stream import COMMENT, events
 from bytefloor.server.refusal import Refusal
@@ -136,11 +136,7 @@ class ResponseAnswer:
     @property
     def facts(self) -> Json:
         """For the log."""
-        finish = self._finish
-        if finish is None:
-            return {"answer": self.id}
-        counts = {"prompt": finish.n_prompt, "cached": finish.n_cached, "generated": finish.n_generated}
-        return {"answer": self.id, **counts, "finish": finish.reason, **timings([finish], self._queue_s)}
+        return facts_of(self.id, self._finish, self._queue_s)
 
     # Items ------------------------------------------------------------------------------------------------------------
 
