@@ -113,6 +113,9 @@ class OneBehindTogether:
         params = sampler.params
         return not is_adjusted(params) and params.dry_multiplier == 0 and params.mirostat_tau is None
 
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        self._executor.copy(copies)
+
     def launch(self, batch: Batch, draws: Sequence[Draw], sources: Sequence[int]) -> list[Sampled | None]:
         assert len(batch.tokens) == len(draws) == len(sources) == len(set(batch.sequence))
         assert batch.wanted == list(range(len(draws)))

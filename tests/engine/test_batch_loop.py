@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from bytefloor.engine.batch import PageCopy
 from bytefloor.engine.batch_loop import KNOWN, BatchLoop
-from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.cache import CachePlan, SequenceCache
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.engine import Engine
+from bytefloor.engine.pages import Pages
 from bytefloor.engine.request import Delta, Request
 from bytefloor.engine.row_sampler import RowSampler
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.synthetic import Shape, checkpoint_of
+from bytefloor.errors import CapacityError
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
@@ -191,3 +195,27 @@ def test_a_full_context_ends_without_a_step_past_it(make: Make) -> None:
     told = play(make(), requests)
     assert told == play(make(loops=False), requests)
     assert [answer[-1][2][0] for answer in told.values()] == ["length"] * 3
+
+
+def test_copies_are_made_where_a_step_finds_no_page_for_all(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that the first sequence found stay its own, so nobody would copy into them again."""
+    requests = [ask(i, 12) for i in range(3)]
+    expected = play(make(loops=False), requests)
+    engine, real, n_refused = make(), Pages.reserve, 0
+    copied: list[int] = []
+    monkeypatch.setattr(engine._ahead._loop, "_copy", lambda copies, do=engine._ahead._loop._copy: (
+        copied.append(len(copies)), do(copies)
+    ))  # fmt: skip
+
+    def reserve(self: Pages, cache: SequenceCache, n_rows: int) -> list[PageCopy]:
+        nonlocal n_refused
+        launching = sys._getframe(1).f_code.co_name == "launch"
+        if launching and cache is engine._scheduler.running[-1].cache and n_refused < 3:
+            n_refused += 1
+            raise CapacityError("no page")
+        return real(self, cache, n_rows)
+
+    monkeypatch.setattr(Pages, "reserve", reserve)
+    assert play(engine, requests) == expected
+    assert n_refused
+    assert sum(copied) > 0

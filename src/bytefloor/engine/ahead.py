@@ -72,7 +72,9 @@ class Ahead:
                 if not sequence.cache.is_writable(1 + n):
                     copies.extend(self._pages.reserve(sequence.cache, 1 + n))
         except CapacityError:
-            return False  # pages that were found are held, and soon wanted
+            # Pages that were found are held, and soon wanted; nobody else would make the copies that belong to them.
+            self._loop.copy(copies)
+            return False
         batch = next_rows([each.cache for each in chosen], [each.ids[-1] for each in chosen], n_before, copies)
         draws = [self._asked(each) for each in chosen]
         self._steps.append(_Step(list(chosen), self._loop.launch(batch, draws, sources)))

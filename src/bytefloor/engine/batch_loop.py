@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bytefloor.engine.batch import Batch
+from bytefloor.engine.batch import Batch, PageCopy
 from bytefloor.engine.row_sampler import Draw, RowLogits, RowSampler, as_rows
 from bytefloor.engine.sampler import Sampled, Sampler
 
@@ -36,19 +36,21 @@ class BatchLoop:
     """What an executor lends for decoding several sequences.
 
     start: computes logits of a batch with a row for each sequence, tokens drawn before put in place of those that are
-    not KNOWN. sampler: for as many rows as there can be. banned_ids: those that it never takes.
+    not KNOWN. copy: of pages. sampler: for as many rows as there can be. banned_ids: those that it never takes.
     All on ``stream``.
     """
 
     def __init__(
         self,
         start: Callable[[Batch, Tensor | None], RowLogits],
+        copy: Callable[[Sequence[PageCopy]], None],
         sampler: RowSampler,
         banned_ids: frozenset[int],
         stream: torch.cuda.Stream,
         device: torch.device,
     ) -> None:
-        self._start, self._sampler, self._stream, self._device = start, sampler, stream, device
+        self._start, self._copy, self._sampler = start, copy, sampler
+        self._stream, self._device = stream, device
         self._banned = np.array(sorted(banned_ids), np.int64)
 
     def can_serve(self, sampler: Sampler) -> bool:
@@ -57,6 +59,12 @@ class BatchLoop:
         return self._sampler.can_serve(sampler.params) and (
             len(banned) == len(self._banned) and bool((banned == self._banned).all())
         )
+
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages, without a step."""
+        with torch.cuda.stream(self._stream):
+            self._copy(copies)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, draws: Sequence[Draw], sources: Sequence[int]) -> UnderWay:

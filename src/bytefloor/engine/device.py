@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bytefloor.engine.batch import Batch, part_of
+from bytefloor.engine.batch import Batch, PageCopy, part_of
 from bytefloor.engine.batch_loop import BatchLoop
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.decode_loop import DecodeLoop, Trunk
@@ -208,13 +208,16 @@ class DeviceExecutor:
 
     def _prepare(self, batch: Batch) -> None:
         """Pages that must be copied before they are written, and the tables of one sequence where they changed."""
-        self._copy_pages(batch)
+        self._begin(batch)
         self._show({name: rows[0] for name, rows in batch.tables.items()})
 
-    def _copy_pages(self, batch: Batch) -> None:
+    def _begin(self, batch: Batch) -> None:
         if batch.positions != batch.slots:
             raise UnsupportedError("the kernels turn a row by its slot: positions that differ from slots have none yet")
-        for copy in batch.copies:
+        self._copy_pages(batch.copies)
+
+    def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for copy in copies:
             self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
 
     def _show(self, tables: dict[str, list[int]]) -> None:
@@ -377,11 +380,11 @@ class DeviceExecutor:
             return None
         kernels = {each: self._kernels[each] for each in row_sampler_specs(self._n_vocabulary)}
         sampler = RowSampler(self._memory.banned, self._most_drawn, kernels)
-        return BatchLoop(self._start_together, sampler, self._banned_ids, self._stream, self.device)
+        return BatchLoop(self._start_together, self._copy_pages, sampler, self._banned_ids, self._stream, self.device)
 
     def _start_together(self, batch: Batch, tokens: Tensor | None) -> RowLogits:
         """Logits of a row of each sequence, for which nobody waits. tokens: int64 on the device, for those of batch."""
-        self._copy_pages(batch)
+        self._begin(batch)
         n = len(batch.tokens)
         if n > max(self._batches, default=0):
             return self._prompts.decode(batch, tokens)
