@@ -31,7 +31,8 @@ from bytefloor.tools import verify_runs
 from bytefloor.tools.verify import TEXT, choose_calls, climb, list_rungs, plan_of, read_text
 from bytefloor.tools.verify_lists import Arithmetic, PlainCalls, compare_lists
 from bytefloor.tools.verify_oracle import Oracle
-from bytefloor.tools.verify_report import EQUAL, MEASURED, SKIPPED, WRONG
+from bytefloor.tools.verify_report import EQUAL, MEASURED, SKIPPED, WRONG, Line
+from bytefloor.tools.verify_view import show
 from kernel_twins import TwinDevice, TwinKernel
 from tiny import build_tiny
 
@@ -346,3 +347,13 @@ def test_without_transformers_the_report_says_so(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(verify_runs.importlib.util, "find_spec", lambda name: None)
     (line,) = verify_runs.compare_with_transformers(lambda: pytest.fail("not asked"), tmp_path, checkpoint, IDS, None)
     assert (line.verdict, line.note) == (SKIPPED, "transformers is not installed")
+
+
+def test_a_report_in_which_nothing_was_compared_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    equal = Line("rung", "1", "part", "name", 0.0, 1.0, EQUAL)
+    skipped = Line("other", "", "", "", None, None, SKIPPED, "why")
+    assert show([equal, skipped], False, None) == 0
+    assert "all agree: 1 comparisons; not run: other: why" in capsys.readouterr().out
+    assert show([skipped], False, None) == 1
+    assert "nothing was compared; not run: other: why" in capsys.readouterr().out
+    assert show([], False, None) == 1

@@ -12,11 +12,12 @@ ROW = "{:<44} {:>10}  {:<22} {:>9} {:>9}  {:<8}{}"
 
 
 def show(lines: Iterable[Line], lists_all: bool, save: Path | None) -> int:
-    """Prints lines as they come; 1 where any is wrong, otherwise 0. What came before an error or Ctrl-C is saved."""
+    """Prints lines as they come; 1 where any is wrong or none was compared, otherwise 0. What came before an error or Ctrl-C is saved."""
     kept: list[Line] = []
-    print(ROW.format("rung", "ops", "part", "error", "bound", "verdict", "name").rstrip())
     try:
         for line in lines:
+            if not kept:
+                print(ROW.format("rung", "ops", "part", "error", "bound", "verdict", "name").rstrip())
             if kept and kept[-1].rung != line.rung:
                 _sum_up(kept)
             kept.append(line)
@@ -33,10 +34,10 @@ def show(lines: Iterable[Line], lists_all: bool, save: Path | None) -> int:
         first = wrong[0]
         number = f"op {first.ops}, " if first.ops else ""
         print(f"WRONG: {number}{first.part}: {first.name} ({first.rung}); {first.note or 'see the error above'}")
-    else:
-        n = sum(line.verdict == EQUAL for line in kept)
-        print(f"all agree: {n} comparisons{_skipped(kept)}")
-    return 1 if wrong else 0
+        return 1
+    n = sum(line.verdict == EQUAL for line in kept)
+    print(f"all agree: {n} comparisons{_skipped(kept)}" if n else f"nothing was compared{_skipped(kept)}")
+    return 0 if n else 1
 
 
 def _print(line: Line, name: str) -> None:
