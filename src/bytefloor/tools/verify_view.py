@@ -12,7 +12,10 @@ ROW = "{:<44} {:>10}  {:<22} {:>9} {:>9}  {:<8}{}"
 
 
 def show(lines: Iterable[Line], lists_all: bool, save: Path | None) -> int:
-    """Prints lines as they come; 1 where any is wrong or none was compared, otherwise 0. What came before an error or Ctrl-C is saved."""
+    """Prints lines as they come; 1 where any is wrong or none was compared, otherwise 0.
+
+    What came before an error or Ctrl-C is saved.
+    """
     kept: list[Line] = []
     try:
         for line in lines:
