@@ -49,12 +49,13 @@ def answer_of(request: Request, capacity: int) -> list[int]:
 
 
 class TokenPages:
-    """The executor. loops: whether it decodes one sequence ahead of the host. n_rows: how many it has computed."""
+    """The executor. loops: whether it decodes one sequence ahead of the host. n_rows: how many it has computed.
+    n_handed_back: how many of them the host was to choose again."""
 
     most_draft_rows = 16
 
     def __init__(self, plan: CachePlan, loops: bool = False) -> None:
-        self.plan, self.loops, self.n_rows = plan, loops, 0
+        self.plan, self.loops, self.n_rows, self.n_handed_back = plan, loops, 0, 0
         self.step, self.device = SimpleNamespace(kinds=KINDS), torch.device("cpu")
         shape = plan.page_size, 2
         self.pools = {kind.name: np.full((plan.n_pages(kind), *shape), NOTHING, np.int64) for kind in KINDS}
@@ -146,6 +147,7 @@ class OneBehindTogether:
 
     def _handed_back(self, sampled: Sampled) -> Sampled | None:
         self.n_rows += 1
+        self._executor.n_handed_back += self.n_rows % 11 == 0
         return None if self.n_rows % 11 == 0 else sampled
 
 

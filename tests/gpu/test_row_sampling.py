@@ -77,12 +77,14 @@ def test_what_many_rows_cost() -> None:
     rows = Rows(params, 262_144, [0], kernels(262_144), "cuda")
     logits = torch.from_numpy(rows_of("smooth", 32, 262_144, 1)).cuda()
     rows.by_device(logits.cpu().numpy(), range(32))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(20):
+    times = []
+    for _ in range(50):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         rows.sampler.start(as_rows(logits))
-    end.record()
-    end.synchronize()
-    us = start.elapsed_time(end) * 1e3 / 20
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    us = min(times)  # other tests beside this one only add
     print(f"32 rows of 262,144 logits sampled in {us:.1f} us")
-    assert us < 5000, "beside other tests it takes many times as long as alone"
+    assert us < 500
