@@ -7,8 +7,8 @@
 // Symmetric forms. One fused operation of bf16 takes a byte to (byte - offset) / 64, exact. A float32 scale is two bf16 numbers,
 // high + low, and
 //   bf16(code * high + bf16(code * low))
-// is at most 2^-17 of the weight from code * scale before it is rounded: less than one weight in a thousand is the
-// neighbour of the bf16 number that is nearest to value().
+// is at most 2^-15 of the weight from code * scale before it is rounded, 2^-16 for what low rounds and as much for its product:
+// less than one weight in a thousand is the neighbour of the bf16 number that is nearest to value().
 // Where a minimum is added, which cancels, the sum is taken in float32 and is that of value(): code * scale is exact in all
 // those forms, so a fused operation changes nothing.
 //

@@ -11,7 +11,8 @@ them: rounding loses half of it, and the parity bit with which kernels hand valu
 | rope | 8 steps of the two values it turns |
 | glu | 16 steps of gate times up: exponentials, and what tanh cancels |
 | round_to | one code, or one bf16 step, more: a value between two codes falls either way |
-| linear | (8 + K / 2) steps of the root of the sum of its squared terms, which may all have one sign |
+| linear | (8 + K / 2) steps of the root of the sum of its squared terms, which may all have one sign; where weights |
+| | are rounded to bf16, a bf16 step of each that is within 2^-15 of the border of two |
 | attention | twice the largest error of a score, and what shares round, of the mixture of absolute values |
 | soft_cap | 8 steps of the cap |
 
@@ -40,9 +41,14 @@ ROW_SCORE_ERROR = 2.0**-20
 """The same of many rows, whose queries are bf16 before they come: float32 sums are left."""
 SLOPE = 1.13
 """The steepest that silu and GELU are."""
+BORDER = 2.0**-15
+"""How far, relative to it, a weight of many rows may be from its float32 value before it is rounded to bf16
+(ops/fragments.cuh): one that is so near to the border of two bf16 numbers may become either."""
 UNIT_ERROR = 2.0**-6
-"""Of weights that are bf16 multiples of a unit where the oracle has the bf16 nearest to each: two roundings, the
-largest of a million sums of them. docs/numerics.md says which products those are."""
+"""Of weights that are bf16 multiples of a unit where the oracle has the bf16 nearest to each: of each weight, and of
+the largest of a group of 32 what they all have in common, which is where a minimum is added. Both add up as what is
+independent does: 14 times what sums of either make on average. docs/numerics.md says which products those are."""
+UNIT_GROUP = 32
 
 
 @dataclass
@@ -67,7 +73,7 @@ def evaluate(
 ) -> Valued:
     """The calls on given inputs. Those that use the cache are left out, and what comes behind attention is as well.
 
-    input_error, weight_error: of inputs and of values of matrices, relative to each.
+    input_error: of inputs, relative to each. weight_error: of values of matrices, as UNIT_ERROR says.
     """
     found = Valued(dict(inputs), {key: input_error * x.double().abs() for key, x in inputs.items()})
     for call in calls:
@@ -147,12 +153,32 @@ def _product_error(
 ) -> Tensor:
     weight, roundings = call.operands["weight"], oracle.roundings
     assert isinstance(weight, Weight)
-    own = (8 + x.shape[-1] / 2) * STEP + weight_error
+    own = (8 + x.shape[-1] / 2) * STEP
     squares = torch.cat((error.expand_as(x).square(), x.square()))
     bands = oracle.matrices.bands(weight, roundings.weights)
     carried, terms = torch.cat([squares @ band.square().T for band in bands], dim=-1).sqrt().chunk(2)
     rounded = 0.0 if roundings.sums == "float32" else BF16_STEP / 2
-    return carried + own * terms + rounded * result.abs()
+    error = carried + own * terms + rounded * result.abs()
+    if weight_error:
+        error = error + weight_error * (terms + _in_common(oracle, weight, x))
+    return error + _either(oracle, weight, x) if roundings.weights == "bf16" else error
+
+
+def _in_common(oracle: Oracle, weight: Weight, x: Tensor) -> Tensor:
+    """The root of the sum over groups of what x adds up to in each, times the largest weight, squared: [T, N]."""
+    sums = x.unflatten(-1, (-1, UNIT_GROUP)).sum(-1)
+    bands = oracle.matrices.bands(weight, "float32")
+    return torch.cat(
+        [(sums.square() @ band.abs().unflatten(-1, (-1, UNIT_GROUP)).amax(-1).square().T).sqrt() for band in bands],
+        dim=-1,
+    )
+
+
+def _either(oracle: Oracle, weight: Weight, x: Tensor) -> Tensor:
+    """What weights make of a product, all that may become either of two bf16 numbers: [T, N]."""
+    bands = oracle.matrices.bands(weight, "float32")
+    widths = [(round_to(w * (1 + BORDER), "bf16") - round_to(w * (1 - BORDER), "bf16")).abs() for w in bands]
+    return torch.cat([x.abs() @ width.T for width in widths], dim=-1)
 
 
 def pair_sums(x: Tensor, style: str) -> Tensor:

@@ -201,18 +201,20 @@ class DecodeKernels:
         heads = heads_expected(oracle, fused, asked.probe.inputs, STEP)
         table, size = oracle.batch.tables[fused.cache.kind.name][0], oracle.plan.page_size
         pool = prepare_pages(oracle, fused, asked.rows, max(asked.rows) + 1, asked.probe.name == LOUD_EDGE)
-        # Tokens of several sequences wait for no keys but their own: only the last row's are sure to be written first.
-        for row in asked.rows if self.of_one else asked.rows[-1:]:
-            if fused.owns_kv:
-                hide(pool, table, size, row, row + 1)
         device_pool = self.executor.pools[fused.cache.kind.name][fused.cache.index]
         device_pool.copy_(pool)
         projected = [asked.probe.inputs[key] for key in projected_buffers(fused)]
-        parity = self._begin()
-        self._hand_rows(arguments[0], projected, parity, int(constants["PLANES_IN"]))
-        self._spoil(arguments[12], parity)
-        for each in launches:
-            self._launch(each)
+        # Tokens of several sequences wait for no keys but their own, and here they share pages: a first pass writes
+        # what a second one, which writes it again, reads. Only the last row's are sure to be written before that.
+        is_shared = self.n > 1 and not self.of_one and fused.owns_kv
+        for hidden in [asked.rows, asked.rows[-1:]] if is_shared else [asked.rows]:
+            for row in hidden if fused.owns_kv else ():
+                hide(device_pool, table, size, row, row + 1)
+            parity = self._begin()
+            self._hand_rows(arguments[0], projected, parity, int(constants["PLANES_IN"]))
+            self._spoil(arguments[12], parity)
+            for each in launches:
+                self._launch(each)
         kept = kept_values(device_pool, fused.cache, table, size, max(asked.rows) + 1)
         asked.look_at_kept(heads, kept[list(asked.rows)])
         asked.look_at_mixed(heads, device_pool, self._taken(arguments[12], len(asked.rows)))
