@@ -152,7 +152,18 @@ def capture(work: Callable[[], None], stream: torch.cuda.Stream, device: torch.d
     # The first launch of a kernel loads its code, which must not happen while a graph is captured.
     work()
     stream.synchronize()
+    return record(work, device)
+
+
+def record(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """The same of work that has run before, without running it: for when requests are there, since it waits for nothing
+    and looks for no garbage. On the current stream, which is none that other threads use."""
+    if device.type != "cuda":
+        return work
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
         work()
+    finally:
+        graph.capture_end()
     return graph.replay

@@ -96,6 +96,9 @@ class DeviceExecutor:
         self._graph = self._capture(self.launches)
         self._batches, self._drafts = self._capture_all(batches), self._capture_all(drafts)
         self._prompts = PromptRunner(self._plan_rows(fused, self._memory), kernels, self._stream)
+        if plan.n_sequences > 1:
+            with torch.cuda.stream(self._stream), torch.inference_mode():
+                self._prompts.record_all(range(max(self._batches, default=0) + 1, plan.n_sequences + 1))
 
     @property
     def most_draft_rows(self) -> int:

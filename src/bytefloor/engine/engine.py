@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class Engine:
     wait once more and are computed again; none is lost.
 
     speculation: says which drafts are worth computing; without one, and where the executor takes none, there are none.
+    on_wait: called in a step, when there is nothing to do but wait for the device.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Engine:
         self._speculation = speculation or Speculation(1)
         self._drafting = Drafting(self._speculation, self._scheduler, self._pages, self.capacity)
         self._n_requests = 0
+        self.on_wait: Callable[[], None] = lambda: None
         self._loop = executor.make_loop()
         self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity)
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
@@ -148,6 +150,7 @@ class Engine:
         """Start the next step of several sequences where it is one, and read the one before it."""
         if self._ahead.can_serve(planned):
             self._launch_together(planned)
+        self.on_wait()
         try:
             found = self._ahead.read()
         except BaseException:
@@ -207,6 +210,7 @@ class Engine:
         """Compute rows whose pages are there, and take what the last one of each sequence and its drafts give."""
         batch, samplers = self._make_batch(rows, copies, drafts)
         draws = {sequence: self._ahead.draw(sequence) for sequence in samplers}
+        self.on_wait()
         try:
             logits = self.executor.run(batch)
         except BaseException:
@@ -242,6 +246,7 @@ class Engine:
 
     def _embed(self, rows: list[tuple[EmbeddingState, int]]) -> list[Delta]:
         """Add up rows whose pages are there; pages of a text that is whole come back at once."""
+        self.on_wait()
         try:
             add_up(rows, self.executor.sum_hidden)
         except BaseException:
@@ -300,6 +305,7 @@ class Engine:
             n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
             while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
                 pass
+            self.on_wait()
             sampled = loop.next() if loop.n_under_way else None
         except BaseException:
             self._drop(sequence)

@@ -1,13 +1,14 @@
 """Many rows at once on the device: chunks of prompts, and more sequences than the graphs of decoding hold.
 
 The fused list, each call with kernels for many rows: norms, products on tensor cores with bf16 activations and weights,
-flash attention over the pages. The host only starts kernels, which it has planned once for each padded number of rows.
+flash attention over the pages. The host only starts what it has planned once for each padded number of rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
-from bytefloor.engine.decode_loop import capture
+from bytefloor.engine.decode_loop import capture, record
 from bytefloor.engine.kernels import Kernel, KernelSpec
 from bytefloor.engine.plan_rows import Item, attention_items
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.row_planner import SUMMED_ROWS, Planes, RowPlanner, RowStep, Walk
-from bytefloor.engine.row_products import pad_rows
+from bytefloor.engine.row_products import pad_rows, row_paddings
 from bytefloor.engine.row_sampler import RowLogits
 from bytefloor.errors import CapacityError
 from bytefloor.model.fuse import FusedLogits
@@ -29,6 +30,16 @@ from bytefloor.ops.row_tiles import ROWS, from_row_tiles, pitch_of, tiles_shape
 
 PADDING_SEQUENCE = -1
 """Of a row that is nobody's: it writes to no page."""
+
+
+@dataclass
+class _Trunk:
+    """A walk, and what starts its launches: the host one by one, and as a graph once their number has come twice. Some
+    hundred launches take the host longer than a short chunk takes the device, and more where other threads want it."""
+
+    walk: Walk
+    start: Callable[[], None]
+    n_runs: int = 0
 
 
 class PromptRunner:
@@ -44,7 +55,7 @@ class PromptRunner:
         logits = planner.fused[-1]
         assert isinstance(logits, FusedLogits)
         self._cap = logits.cap
-        self._walks: dict[int, tuple[Walk, list[Callable[[], None]]]] = {}
+        self._trunks: dict[int, _Trunk] = {}
         self._decoding: dict[int, tuple[Callable[[], None], Planes]] = {}
         self._logits: Tensor | None = None
         self._tables = {name: np.zeros((planner.plan.n_sequences, n), np.int32) for name, n in planner.n_table.items()}
@@ -57,6 +68,20 @@ class PromptRunner:
         """Of a batch."""
         return self._planner.most_rows
 
+    def record_all(self, decoded: Iterable[int]) -> None:
+        """Record chunks of every padded number of rows, and decoding of these numbers of sequences: a server's first
+        requests should not wait for that. It runs rows of nobody, which write to the null page."""
+        if self._device.type != "cuda":
+            return
+        for pitch in row_paddings(self.most_rows):
+            self._place(Batch(), pitch)
+            trunk = self._trunk(pitch)
+            trunk.start()
+            trunk.start, trunk.n_runs = record(trunk.start, self._device), 2
+        for pitch in sorted({pad_rows(n) for n in decoded}):
+            self._place(Batch(), pitch)
+            self._decoder(pitch)
+
     def run(self, batch: Batch) -> Tensor:
         """Logits float32 [R, V] of the wanted rows; nobody waits for them. CapacityError for more rows than may be."""
         return self._head(self._run_trunk(batch), len(batch.wanted))
@@ -65,8 +90,7 @@ class PromptRunner:
         """Float64 [B, D]: of each sequence the sum over its rows of what the head would get, in bf16. As ``run``."""
         walk = self._run_trunk(batch)
         norm, tiles = walk.final_norm()
-        for start in self._prepare([norm]):
-            start()
+        self._prepare([norm])()
         shape = tiles_shape(walk.width, walk.pitch)
         atoms = tiles[: math.prod(shape)].view(shape)
         spans = batch.spans
@@ -85,10 +109,12 @@ class PromptRunner:
             raise CapacityError(f"{n} rows at once: there is room for chunks of {self.most_rows}")
         pitch = pad_rows(n)
         self._place(batch, pitch)
-        walk, trunk = self._trunk(pitch)
-        for start in trunk:
-            start()
-        return walk
+        trunk = self._trunk(pitch)
+        trunk.start()
+        trunk.n_runs += 1
+        if trunk.n_runs == 2:
+            trunk.start = record(trunk.start, self._device)
+        return trunk.walk
 
     def decode(self, batch: Batch, tokens: Tensor | None) -> RowLogits:
         """The same of a row of each sequence, all wanted, by a graph: in place until the next call of this.
@@ -110,38 +136,39 @@ class PromptRunner:
     def _decoder(self, pitch: int) -> tuple[Callable[[], None], Planes]:
         """A graph of the trunk and the head of all rows, captured when their number comes for the first time."""
         if pitch not in self._decoding:
-            walk, trunk = self._trunk(pitch)
+            walk = self._trunk(pitch).walk
             head = walk.head(pitch)
-            steps = [*trunk, *self._prepare(head.launches)]
-
-            def work() -> None:
-                for start in steps:
-                    start()
-
+            work = self._prepare([*walk.trunk, *head.launches])
             self._decoding[pitch] = capture(work, self._stream, self._device), head.planes
         return self._decoding[pitch]
 
-    def _trunk(self, pitch: int) -> tuple[Walk, list[Callable[[], None]]]:
+    def _trunk(self, pitch: int) -> _Trunk:
         """Planned when a number of rows comes for the first time."""
-        if pitch not in self._walks:
+        if pitch not in self._trunks:
             walk = self._planner.walk(pitch)
-            self._walks[pitch] = walk, self._prepare(walk.trunk)
-        return self._walks[pitch]
+            self._trunks[pitch] = _Trunk(walk, self._prepare(walk.trunk))
+        return self._trunks[pitch]
 
-    def _prepare(self, steps: Sequence[RowStep]) -> list[Callable[[], None]]:
+    def _prepare(self, steps: Sequence[RowStep]) -> Callable[[], None]:
+        """All of them, one after another."""
         handle = self._stream.cuda_stream
-        return [
+        starts = [
             self._kernels[step.kernel].prepare(handle, step.grid, step.arguments) if isinstance(step, Launch) else step
             for step in steps
         ]
+
+        def work() -> None:
+            for start in starts:
+                start()
+
+        return work
 
     def _head(self, walk: Walk, n_wanted: int) -> Tensor:
         """A chunk that wants no logits leaves the head, the largest matrix, unread."""
         if not n_wanted:
             return torch.empty(0, self._planner.n_vocabulary, device=self._device)
         head = walk.head(pad_rows(n_wanted))
-        for start in self._prepare(head.launches):
-            start()
+        self._prepare(head.launches)()
         logits = _summed(head.planes)[:n_wanted]
         return torch.tanh(logits / self._cap) * self._cap if self._cap else logits
 

@@ -38,9 +38,14 @@ from bytefloor.server.responses_answers import ResponseAnswer
 from bytefloor.server.responses_bodies import ResponseBody
 from bytefloor.server.responses_chat import ask_response
 from bytefloor.server.sampling import SAMPLING_NAMES
+from bytefloor.server.served import Served
 from bytefloor.server.service import Service
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+LITTLE = 4096
+"""Bytes of a body."""
+COSTLY = ("response_format", "grammar", "regex", "tools")
+"""Fields that are compiled."""
 
 
 def create_app(service: Service) -> Starlette:
@@ -138,14 +143,13 @@ class Endpoints:
     async def chat(self, request: Request) -> ASGIApp:
         """Messages to a reply."""
         body = await self._body(request, bodies.ChatBody)
-        # Templates and tokenizers take their time over long prompts, which other clients' streams need not wait for.
-        asked = await asyncio.to_thread(ask_chat, body, self._served)
+        asked = await self._ask(request, ask_chat, body)
         return await self._respond(request, asked, self._openai(asked))
 
     async def complete(self, request: Request) -> ASGIApp:
         """Texts or token ids to what follows them."""
         body = await self._body(request, bodies.CompletionBody)
-        asked = await asyncio.to_thread(ask_completion, body, self._served)
+        asked = await self._ask(request, ask_completion, body)
         return await self._respond(request, asked, self._openai(asked))
 
     async def message(self, request: Request) -> ASGIApp:
@@ -153,6 +157,12 @@ class Endpoints:
         body = await self._body(request, MessagesBody)
         asked = await asyncio.to_thread(ask_messages, body, self._served)
         return await self._respond(request, asked, MessageAnswer(asked, self._served.name))
+
+    async def _ask(self, request: Request, ask: Callable[[bodies.B, Served], Asked], body: bodies.B) -> Asked:
+        """Templates, tokenizers and grammars take their time over much, which other clients' streams need not wait for;
+        over little, less than handing it to a thread does."""
+        is_little = request.state.n_bytes <= LITTLE and not any(getattr(body, name, None) for name in COSTLY)
+        return ask(body, self._served) if is_little else await asyncio.to_thread(ask, body, self._served)
 
     async def count_message_tokens(self, request: Request) -> ASGIApp:
         """How many tokens the same messages would be."""
@@ -194,6 +204,7 @@ class Endpoints:
             data = await read_body(request, self._service.options.max_body_bytes)
         except ClientDisconnect:
             raise Refusal(499, "the body did not come to its end", code="client_disconnected") from None
+        request.state.n_bytes = len(data)
         return bodies.decode(data, kind)
 
     async def _respond(self, request: Request, asked: Asked, answer: Told) -> ASGIApp:
@@ -233,7 +244,7 @@ class Endpoints:
             return self._gone(request)
         return _json(answer.whole())
 
-    async def _stream(self, request: Request, generation: Generation, answer: Told, write: Write) -> None:
+    async def _stream(self, request: Request, generation: Generation, answer: Told, write: Write) -> bytes:
         facts, progress = request.state.facts, Progress.of(answer.asked, self._service.floor)
         try:
             opening = answer.opening()
@@ -255,16 +266,16 @@ class Endpoints:
                     told = event(answer.beside(reading)) if reading else b""
                 await write(told or answer.quiet)  # what is held back is quiet too
                 sent_at = time.perf_counter()
-            await write(events(answer.closing()) + answer.end)
+            return events(answer.closing()) + answer.end
         except Refusal as refusal:
             self._service.metrics.failed(refusal.status)
             facts["error"] = refusal.message
-            await write(_failed(answer, refusal, request))
+            return _failed(answer, refusal, request)
         except Exception as error:
             LOG.error("a stream failed", exc_info=error)
             self._service.metrics.failed(500)
             facts["error"] = f"{type(error).__name__}: {error}"
-            await write(_failed(answer, failure(error), request))
+            return _failed(answer, failure(error), request)
         except asyncio.CancelledError:
             facts["gone"] = True
             raise

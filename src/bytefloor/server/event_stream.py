@@ -63,9 +63,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """A response that tell writes part by part, until it ends or the client goes; then close is called."""
+    """A response that tell writes part by part, until it ends or the client goes; then close is called.
 
-    def __init__(self, tell: Callable[[Write], Coroutine[Any, Any, None]], close: Callable[[], None]) -> None:
+    tell returns the last part, which goes out with the end.
+    """
+
+    def __init__(self, tell: Callable[[Write], Coroutine[Any, Any, bytes]], close: Callable[[], None]) -> None:
         self._tell = tell
         self._close = close
 
@@ -83,5 +86,5 @@ class EventStream:
             (b"x-accel-buffering", b"no"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._tell(lambda part: send({"type": "http.response.body", "body": part, "more_body": True}))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        last = await self._tell(lambda part: send({"type": "http.response.body", "body": part, "more_body": True}))
+        await send({"type": "http.response.body", "body": last, "more_body": False})

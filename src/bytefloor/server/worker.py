@@ -73,6 +73,8 @@ class Worker:
         self._is_stopping = False
         # Of the worker's thread alone.
         self._handles: dict[int, Handle] = {}
+        self._outbox: list[tuple[Handle, Delta]] = []
+        engine.on_wait = self._flush
         self._n_failures = 0
         self._is_over = False
 
@@ -226,7 +228,11 @@ class Worker:
             self._fail(error)
             return
         self._n_failures = 0
-        self._send([(self._handles[delta.request_id], delta) for delta in deltas if delta.request_id in self._handles])
+        found = [(self._handles[delta.request_id], delta) for delta in deltas if delta.request_id in self._handles]
+        self._put_out(found)
+        # The loop's thread, which shares python with this one, has its work when this one waits for the device.
+        if not self._can_step:
+            self._flush()
 
     def _fail(self, error: BaseException) -> None:
         """A step raised: those that took part end with an error, those that wait go on."""
@@ -258,14 +264,22 @@ class Worker:
         self._send([(handle, handle.end("error", detail)) for handle in handles])
 
     def _send(self, deltas: list[tuple[Handle, Delta]]) -> None:
-        """One call into the loop a step, however many requests took part."""
+        self._put_out(deltas)
+        self._flush()
+
+    def _put_out(self, deltas: list[tuple[Handle, Delta]]) -> None:
         for handle, delta in deltas:
             handle.n_generated += delta.sampled is not None
             if delta.finish is not None and handle.request_id is not None:
                 self._handles.pop(handle.request_id, None)
-        if deltas:
+        self._outbox += deltas
+
+    def _flush(self) -> None:
+        """One call into the loop a step, however many requests took part."""
+        if self._outbox:
             # Whoever hears of an end finds it in the figures too.
             self.load = self._engine.load
+            deltas, self._outbox = self._outbox, []
             self._post(self._deliver, deltas)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:

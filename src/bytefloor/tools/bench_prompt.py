@@ -122,5 +122,5 @@ def attention_us(executor: DeviceExecutor, ids: Sequence[int]) -> float:
 
 def attention_launches(executor: DeviceExecutor, pitch: int) -> list[Launch]:
     """Those of all layers, for a padded number of rows."""
-    walk, _ = executor._prompts._trunk(pitch)
+    walk = executor._prompts._trunk(pitch).walk
     return [step for step in walk.trunk if isinstance(step, Launch) and step.kernel.name == "attention_rows"]
