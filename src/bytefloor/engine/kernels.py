@@ -21,6 +21,7 @@ FORMS = ("stream.cuh", "stream_codes.cuh", "stream_lookups.cuh")
 """The structs of the stream forms, the first with what all of them need."""
 HEADERS = (*FORMS, "stream_tokens.cuh", "ring.cuh", "handover.cuh")
 INCLUDED = (
+    "stamps.cuh",
     "tensor_core.cuh",
     "warpgroup.cuh",
     "fragments.cuh",
@@ -57,7 +58,8 @@ class KernelSpec:
         """Headers first: the constants' names are short and must not meet theirs."""
         includes = "".join(f'#include "{header}"\n' for header in HEADERS)
         constants = "".join(f"#define {key} {value}\n" for key, value in self.defines)
-        return includes + constants + (SOURCES / f"{self.name}.cu").read_text()
+        # Behind the constants, one of which it may be asked by.
+        return includes + constants + '#include "stamps.cuh"\n' + (SOURCES / f"{self.name}.cu").read_text()
 
 
 def spec(name: str, threads: int, shared_bytes: int = 0, **defines: object) -> KernelSpec:

@@ -115,7 +115,7 @@ __device__ __forceinline__ void fetch(int tile, Band band, const Stored* cache, 
 
 extern "C" __global__ void __maxnreg__(112)
     attention(const float* qkv, const float* q_weight, const float* k_weight, const double* frequencies, Stored* cache,
-              const int* table, int n_table, const State* state, u64* all_parts, u64* part_sums, int call, int n_calls, float* out) {
+              const int* table, int n_table, const State* state, u64* all_parts, u64* part_sums, int call, int n_calls, float* out AND_STAMPS) {
     extern __shared__ __align__(128) u8 shared[];
     Stored* tiles = (Stored*)shared;
     __nv_bfloat16* shares = (__nv_bfloat16*)(shared + AT_SHARES);
@@ -129,6 +129,7 @@ extern "C" __global__ void __maxnreg__(112)
         qkv += token * QKV_STRIDE, table += token * n_table, state += token, out += token * (H * E);
         all_parts += (size_t)token * (MAX_RUNS * H * E), part_sums += token * (MAX_RUNS * H * 2);
     }
+    STAMP(THERE, tid == 0);
     let_next_start();
     // All that depends on nothing is asked for before the tiles are, behind which it would stand in line.
     int position = state->position, n_steps = state->n_steps;
@@ -146,6 +147,7 @@ extern "C" __global__ void __maxnreg__(112)
     if (run >= band.n_runs) {
         if (band.n_runs > 1 && run < n_mergers)
             merge(parts, band.n_runs, run, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
+        STAMP(DONE, lane == 0);
         return;
     }
     auto page_of = [=](int tile) { return table[(tile * TILE / PAGE) % n_table]; };
@@ -181,6 +183,7 @@ extern "C" __global__ void __maxnreg__(112)
         Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
         prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
                 first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
+        STAMP(READY, tid == 0);
         if (MODE == WRITES) break;
         if (is_one_round) wait_copies<0>();
         __syncthreads();
@@ -247,5 +250,6 @@ extern "C" __global__ void __maxnreg__(112)
     } while (TOKENS > 1 && run < band.n_runs);
     if (MODE != WRITES && band.n_runs > 1)
         merge(parts, band.n_runs, blockIdx.y, n_mergers, width, (float4*)shared, out + first_head * E, parity, warp, lane);
+    STAMP(DONE, lane == 0);
     wait_for_previous();
 }

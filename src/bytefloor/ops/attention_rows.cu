@@ -326,9 +326,10 @@ __device__ __forceinline__ void multiply_all(const __nv_bfloat16* q, u8* shared,
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_rows(const __nv_bfloat16* q, const Stored* cache, const int* table, int n_table, const int4* items,
-                   u8* out, int pitch) {
+                   u8* out, int pitch AND_STAMPS) {
     extern __shared__ __align__(1024) u8 shared[];
     Ring ring{shared};
+    STAMP(THERE, threadIdx.x == 0);
     let_next_start();
     if (threadIdx.x < STAGES) {
         barrier_init(ring.full(threadIdx.x), LOADERS / 32);
@@ -337,6 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     barriers_are_set();
     __syncthreads();
     wait_for_previous();
+    STAMP(READY, threadIdx.x == 0);
     int4 item = items[blockIdx.x];
     if (item.y <= 0) return;
     Band band(item.z, item.y);
@@ -346,5 +348,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         take_registers<HAS_SCALES ? 216 : 232>();
         multiply_all(q, shared, item, band, out, pitch);
+        STAMP(DONE, threadIdx.x % 32 == 0);
     }
 }

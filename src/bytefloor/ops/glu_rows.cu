@@ -18,10 +18,12 @@ static_assert(N % 4 == 0, "a row is read four floats at a time");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     glu_rows(const float* y, int n_planes, int plane_stride, const float* factor, int factor_stride, int factor_offset,
-             u8* tiles, int n_rows, int pitch) {
+             u8* tiles, int n_rows, int pitch AND_STAMPS) {
     int i = blockIdx.x * THREADS + threadIdx.x, row = i / FOURS, column = i % FOURS * 4;
+    STAMP(THERE, threadIdx.x == 0);
     let_next_start();
     wait_for_previous();
+    STAMP(READY, threadIdx.x == 0);
     float4 gate = make_float4(0, 0, 0, 0), by = gate;
     if (row < n_rows && column < N) {
         const float* at = y + (size_t)row * N + column;
@@ -35,4 +37,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     by.x *= activate(gate.x), by.y *= activate(gate.y), by.z *= activate(gate.z), by.w *= activate(gate.w);
     store_four(tiles, pitch, row, column, by, row < n_rows);
+    STAMP(DONE, threadIdx.x % 32 == 0);
 }

@@ -136,9 +136,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                const float* v, int v_stride, int v_planes, int v_plane_stride,
                const float* q_weight, const float* k_weight, const double* frequencies, const int* positions,
                const int* slots, const int* sequence, Stored* cache, const int* table, int n_table,
-               __nv_bfloat16* q_out, int n_rows) {
+               __nv_bfloat16* q_out, int n_rows AND_STAMPS) {
     __shared__ __align__(16) float2 turns[E / 2];
     int tid = threadIdx.x, at = tid % LANES, row = blockIdx.x;
+    STAMP(THERE, tid == 0);
     let_next_start();
     // Norms and frequencies depend on no kernel.
     Head q_by, k_by;
@@ -149,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int n = 0; n < ANGLES; n++)
         frequency[n] = ROPE && n * THREADS + tid < E / 2 ? frequencies[n * THREADS + tid] : 0;
     wait_for_previous();
+    STAMP(READY, tid == 0);
     if (row >= n_rows) return;
     int sequence_row = sequence[row], position = ROPE ? positions[row] : 0, slot = OWNS_KV ? slots[row] : 0;
     if (sequence_row < 0) return;
@@ -205,4 +207,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             keep(x, page + (is_value && !KEYS_ARE_VALUES ? J * BLOCK : 0), is_query ? 0 : (task - H) % J, offset,
                  is_value, at, is_there && !is_query);
     }
+    STAMP(DONE, tid % 32 == 0);
 }

@@ -29,8 +29,10 @@ __device__ __forceinline__ Best block_best(Best best) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    logits(const float* y, const u8* banned, float* out, Best* block_bests, int* counter, State* state, int* history) {
+    logits(const float* y, const u8* banned, float* out, Best* block_bests, int* counter, State* state, int* history AND_STAMPS) {
+    STAMP(THERE, threadIdx.x == 0);
     wait_for_previous();
+    STAMP(READY, threadIdx.x == 0);
     let_next_start();
     int token = blockIdx.y;
     y += (size_t)token * (PLANES * ROWS), out += (size_t)token * V, block_bests += token * BLOCKS;
@@ -64,4 +66,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         state->position += 1;
         state->n_steps += 1;
     }
+    STAMP(DONE, threadIdx.x == 0);
 }

@@ -82,13 +82,14 @@ struct RowSum {
 
 extern "C" __global__ void __launch_bounds__(LANES * TOGETHER, RESIDENT)
     norm_rows(const int* rows, float* x, const float* delta, int n_planes, int plane_stride, const float* post_weight,
-              const float* norm_weight, const float* scalar, u8* tiles, int n_rows, int pitch) {
+              const float* norm_weight, const float* scalar, u8* tiles, int n_rows, int pitch AND_STAMPS) {
     extern __shared__ __align__(16) u8 shared[];
     __shared__ float places[2][WARPS * TOGETHER];
     float4 *norm = (float4*)shared, *post = (float4*)(shared + NORM * WEIGHT_BYTES);
     int at = threadIdx.x % LANES;
     auto lasting = [](const float4* p) { return *p; };
     auto passing = [](const float4* p) { return __ldcs(p); };
+    STAMP(THERE, threadIdx.x == 0);
     let_next_start();
     // Weights depend on no kernel.
     if (NORM) copy_weights(norm, norm_weight);
@@ -97,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(LANES * TOGETHER, RESIDENT)
     RowSum sum{places};
     __syncthreads();
     wait_for_previous();
+    STAMP(READY, threadIdx.x == 0);
     for (int first = blockIdx.x * TOGETHER; first < n_rows; first += gridDim.x * TOGETHER) {
         int row = min(first + (int)threadIdx.x / LANES, n_rows - 1), from = rows ? rows[row] : row;
         bool is_there = first + (int)threadIdx.x / LANES < n_rows;
@@ -126,4 +128,5 @@ extern "C" __global__ void __launch_bounds__(LANES * TOGETHER, RESIDENT)
         for (int m = 0; m < TURNS; m++)
             store_four(tiles, pitch, row, (m * LANES + at) * 4, v.v[m], is_there && m * LANES + at < FOURS);
     }
+    STAMP(DONE, threadIdx.x % 32 == 0);
 }

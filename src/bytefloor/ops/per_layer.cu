@@ -6,7 +6,8 @@
 // Defined by the host: FORM, L, P, V, PLANES, EPS, PROJECTED_SCALE, OWN_SCALE, SCALE.
 constexpr int PER_LANE = (P + 31) / 32;
 
-extern "C" __global__ void per_layer(const float* projected, const float* weight, const u8* table, const State* state, float* out) {
+extern "C" __global__ void per_layer(const float* projected, const float* weight, const u8* table, const State* state, float* out AND_STAMPS) {
+    STAMP(THERE, threadIdx.x == 0);
     let_next_start();
     int warps = blockDim.x / 32, layer = blockIdx.x * warps + threadIdx.x / 32, lane = threadIdx.x % 32, token = state[blockIdx.y].token;
     u32 parity = parity_of(state);
@@ -37,11 +38,13 @@ extern "C" __global__ void per_layer(const float* projected, const float* weight
             v[m] *= PROJECTED_SCALE;
             square = fmaf(v[m], v[m], square);
         }
+        STAMP(READY, threadIdx.x == 0);
         for (int d = 16; d; d >>= 1) square += __shfl_xor_sync(~0u, square, d);
         float inverse = rsqrtf(square / P + EPS);
 #pragma unroll
         for (int m = 0; m < PER_LANE; m++)
             if (m * 32 + lane < P) hand_over(out + layer * P + m * 32 + lane, (v[m] * inverse * by[m] + own[m]) * SCALE, parity);
     }
+    STAMP(DONE, lane == 0);
     wait_for_previous();
 }

@@ -28,21 +28,27 @@ static_assert(WARPS * 32 == CODERS, "all consumers prepare the activations");
 
 extern "C" __global__ void __launch_bounds__(CODERS + 64, 2)
     product(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight, const float* norm_weight,
-            const float* scalar, float* x_out, float* y, u32* tickets, const State* state, const float* factor) {
+            const float* scalar, float* x_out, float* y, u32* tickets, const State* state, const float* factor AND_STAMPS) {
     extern __shared__ __align__(128) u8 bytes[];
     Shared shared{bytes};
     int tid = threadIdx.x, warp = tid >> 5, part = blockIdx.x % PARTS;
+    STAMP(THERE, tid == 0);
     set_barriers(shared, tid);
     barriers_are_set();
     __syncthreads();
     let_next_start();
     if (warp == WARPS) return fill_items(shared, w0, w1, w2, tickets, part, tid);
     u32 parity = parity_of(state);
-    if (warp > WARPS) return finish_items(shared, y, factor, part, parity, tid % 32);
+    if (warp > WARPS) {
+        finish_items(shared, y, factor, part, parity, tid % 32);
+        STAMP(DONE, tid % 32 == 0);
+        return wait_for_previous();  // kernels end in their order, so that the end of the last one is the end of the step
+    }
     Lane at(tid & 31);
     Activations x{bytes + AT_X, (float4*)(bytes + AT_XS)};
     prologue(x_in + part * K, delta, post_weight, norm_weight, scalar, x_out, blockIdx.x == 0, parity,
              OwnCodes{bytes + AT_X, (float4*)(bytes + AT_XS)}, (float*)(bytes + AT_SUMS), tid, warp, at.index);
+    STAMP(READY, tid == 0);
     take_records(shared, warp, at.index, [&](int chosen, const u8* weights, int record, float* shares) {
         float2 share;
         int segment = 0;

@@ -182,7 +182,6 @@ __device__ __forceinline__ void finish_items(Shared shared, float* y, const floa
         __syncwarp();
         if (lane == 0) barrier_arrive(shared.read(buffer.at));
     }
-    wait_for_previous();  // kernels end in their order, so that the end of the last one is the end of the step
 }
 
 // A consumer warp's work: multiply(segment, weights, record, shares) for each of its records, where they are.

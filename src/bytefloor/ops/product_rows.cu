@@ -338,11 +338,12 @@ __device__ __forceinline__ void store(const float (&c)[TILE / 8][4], u8* y, u8*,
 #endif
 extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCKS)
     product_rows(const u8* x, const u8* w0, const u8* w1, const u8* w2, int n0, int n1, int n2, u8* y, int n_rows, int pitch, int y_stride,
-                 int steps, int splits, int adds) {
+                 int steps, int splits, int adds AND_STAMPS) {
     extern __shared__ u8 shared[];
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, rank = rank_in_cluster();
     Rings rings;
     rings.base = shared + (-shared_address(shared) & 1023);
+    STAMP(THERE, threadIdx.x == 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * SLOTS_X + 2 * SLOTS_W; i++) {
             bool is_full = i < SLOTS_X || (i >= 2 * SLOTS_X && i < 2 * SLOTS_X + SLOTS_W), is_tile = i < 2 * SLOTS_X;
@@ -373,6 +374,7 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCK
     take_registers<REGISTERS>();
     Lane at(lane);
     wait_for_previous();
+    STAMP(READY, threadIdx.x == 0);
     for (int i = blockIdx.x / CLUSTER; i < n_items; i += gridDim.x / CLUSTER) {
         Item item = items.at(i, rank);
         float c[TILE / 8][4];
@@ -385,5 +387,6 @@ extern "C" __global__ void OF_CLUSTERS __launch_bounds__(WARPS * 32 + 128, BLOCK
         store(c, y, rings.base + AT_STAGED, item, n_rows, y_stride, adds, at, warp);
     }
     if (GLU && threadIdx.x == 0) wait_stores<false>();
+    STAMP(DONE, lane == 0);
     synchronise_cluster();  // nobody ends while another may still write to its shared memory
 }

@@ -69,17 +69,22 @@ __device__ __forceinline__ void read_codes(u8* bytes, const uint4* places, u32 s
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     product_tokens(const u8* w0, const u8* w1, const u8* w2, const float* x_in, const float* delta, const float* post_weight,
                    const float* norm_weight, const float* scalar, float* x_out, float* y, u32* tickets, const State* state,
-                   const float* factor, uint4* places) {
+                   const float* factor, uint4* places AND_STAMPS) {
     extern __shared__ __align__(128) u8 bytes[];
     Shared shared{bytes};
     int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, part = blockIdx.x % PARTS;
+    STAMP(THERE, tid == 0);
     set_barriers(shared, tid);
     barriers_are_set();
     __syncthreads();
     let_next_start();
     if (warp == PRODUCER) return fill_items(shared, w0, w1, w2, tickets, part, tid);
     u32 step = (u32)state->n_steps, parity = step & 1;
-    if (warp > PRODUCER) return finish_items(shared, y, factor, part, parity, lane);
+    if (warp > PRODUCER) {
+        finish_items(shared, y, factor, part, parity, lane);
+        STAMP(DONE, lane == 0);
+        return wait_for_previous();  // kernels end in their order, so that the end of the last one is the end of the step
+    }
     uint4* of_part = places + (size_t)part * (2 * ALL_EIGHTS);
     if (tid < CODERS)
 #pragma unroll 1
@@ -88,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
                      x_out + token * K_IN, true, parity, SharedCodes{of_part + token * (2 * EIGHTS), step}, (float*)(bytes + AT_SUMS), tid,
                      warp, lane);
     read_codes(bytes, of_part, step, tid);
+    STAMP(READY, tid == 0);
     if (warp >= WARPS) return;
     int g = lane >> 2, t = lane & 3;
     take_records(shared, warp, lane, [&](int chosen, const u8* weights, int record, float* shares) {

@@ -5,12 +5,15 @@
 #define SCALE 1.0f
 #endif
 
-extern "C" __global__ void unpack(const u8* packed, const long long* rows, int first, int step, int n, float* out) {
+extern "C" __global__ void unpack(const u8* packed, const long long* rows, int first, int step, int n, float* out AND_STAMPS) {
+    STAMP(THERE, threadIdx.x == 0);
     wait_for_previous();
+    STAMP(READY, threadIdx.x == 0);
     constexpr int records = (K + FORM::COLUMNS - 1) / FORM::COLUMNS;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < (size_t)n * K; i += (size_t)gridDim.x * blockDim.x) {
         int at = i / K, column = i % K, row = rows ? (int)rows[at] : first + step * at;
         const u8* record = packed + ((size_t)(row / 16) * records + column / FORM::COLUMNS) * FORM::BYTES;
         out[i] = SCALE * FORM::value(record, row % 16, column % FORM::COLUMNS);
     }
+    STAMP(DONE, threadIdx.x % 32 == 0);
 }
