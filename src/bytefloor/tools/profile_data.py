@@ -85,8 +85,8 @@ class Span:
         return self.file_bytes + self.cache_bytes
 
     def timed(self, start_us: float, ready_us: float, end_us: float) -> Span:
-        """The same, measured."""
-        return replace(self, start_us=start_us, ready_us=ready_us, end_us=end_us)
+        """The same, measured; kept to the nanosecond."""
+        return replace(self, start_us=round(start_us, 3), ready_us=round(ready_us, 3), end_us=round(end_us, 3))
 
 
 @dataclass(frozen=True)
