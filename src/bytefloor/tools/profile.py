@@ -66,6 +66,7 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
         executor="kernels" if isinstance(executor, DeviceExecutor) else "reference",
         stream_gb_s=round(limit.gb_s, 1),
         peak_tflops=round(peak, 1) if peak is not None else None,
+        context=most,
         capacity=executor.plan.capacity,
         notes=tuple(note for note in (*model.checkpoint.notices, *notices, limit.notice) if note),
         n_layers=len(model.config.layers),

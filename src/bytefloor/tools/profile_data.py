@@ -208,6 +208,7 @@ class Profile:
 
     format: the one that most bytes have. executor: kernels, or reference. stream_gb_s: 10^9 bytes a second that this
     machine reads, measured in the same run; peak_tflops: of its tensor cores, None where there are none.
+    context: positions that the model was made for; capacity: those that there was room for.
     family, n_layers, n_gqa (query heads a KV head, in the first layer), matrices and caches: what the bytes of other
     formats of this model follow from. A head that is the embedding is one matrix.
     """
@@ -219,6 +220,7 @@ class Profile:
     executor: str
     stream_gb_s: float
     peak_tflops: float | None
+    context: int
     capacity: int
     card: str
     clock_mhz: int | None

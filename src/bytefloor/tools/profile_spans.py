@@ -195,7 +195,8 @@ def _table_bytes(fused: Fused, packed: PackedWeights) -> int | None:
 
 def packed_bytes(form: StreamForm, shape: tuple[int, ...]) -> int:
     """Of a matrix [N, K] on the device."""
-    return form.n_bytes(padded_rows(shape[0]), shape[1])
+    n, k = shape
+    return form.n_bytes(padded_rows(n), k)
 
 
 def _moved_bytes(calls: Sequence[OpCall], packed: PackedWeights) -> int:
