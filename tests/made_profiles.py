@@ -10,13 +10,17 @@ from typing import Any
 import torch
 
 from bytefloor.engine.loading import DEVICE_ROUNDING
-from bytefloor.engine.packed import PackedWeights
+from bytefloor.engine.packed import padded_rows
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.synthetic import make_checkpoint
+from bytefloor.formats.lanes import StreamForm
+from bytefloor.formats.stream import choose
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedPerLayer, FusedProduct, fuse_one_row
+from bytefloor.model.weights import Weight
 from bytefloor.tools.bench import main_format
+from bytefloor.tools.floor_model import ALONE, is_product
 from bytefloor.tools.profile_data import Profile, Span, StepProfile
 from bytefloor.tools.profile_spans import Rows, caches_of, chunk_spans, matrices_of, token_spans
 
@@ -25,9 +29,8 @@ GB_S, PEAK = 4600.0, 780.0
 
 @dataclass(frozen=True)
 class Truth:
-    """What a launch takes: of its kind so many us, of which a part is waiting, and its bytes at a share of the limit.
-
-    start_us: of a format, more. first_us: before the first attention of more than one position is as fast as its bytes.
+    """What a launch takes: of its kind so many us, of which a part is waiting, and its bytes at a share of the limit;
+    of a product the paces of its formats, and a part of their starts. odd: more, by span.
     """
 
     efficiency: float = 1.02
@@ -42,9 +45,16 @@ class Truth:
     beside_us: float = 3.0
     odd: Callable[[Span], float] = lambda span: 0.0
 
+    gb_s: float = GB_S
+    starts: float = 0.7
+
     def us(self, span: Span) -> float:
-        pace = 1.0 if span.kind == "attention" else self.efficiency
-        return self.boundaries[span.kind] + span.streamed_bytes / (GB_S * pace * 1e3) + self.odd(span)
+        """Alone in the chain. A span has products of one pace."""
+        rate = 1.0 if span.kind == "attention" else self.efficiency
+        paces, starts = zip(*(ALONE[name] for name in span.formats), strict=True) if span.formats else ((1.0,), (0.0,))
+        start = self.starts * max(starts) if is_product(span) else 0.0
+        bytes_us = span.streamed_bytes / (self.gb_s * rate * min(paces) * 1e3)
+        return self.boundaries[span.kind] + start + bytes_us + self.odd(span)
 
 
 def made_profile(
@@ -64,7 +74,7 @@ def made_profile(
     first = model.config.layers[0]
     facts = {
         "model": model.config.name, "family": model.config.family, "format": main_format(model), "kv": "bf16",
-        "executor": "kernels", "stream_gb_s": GB_S, "peak_tflops": PEAK, "context": model.config.context_length,
+        "executor": "kernels", "stream_gb_s": truth.gb_s, "peak_tflops": PEAK, "context": model.config.context_length,
         "capacity": max((*depths, 2048)) + 1, "card": "NVIDIA H200", "clock_mhz": 1980, "commit": "0123abc",
         "date": "2026-11-30", "notes": (), "n_layers": len(model.config.layers),
         "n_gqa": first.n_heads // first.n_kv_heads, "matrices": matrices_of(model), "caches": caches_of(model),
@@ -79,7 +89,13 @@ def _executor(model: Model) -> Any:
     fused = fuse_one_row(step)
     token = [launch for one in fused for launch in _launches(one)]
     chunk = [launch for one in fused[:-1] for launch in _chunk_launches(one)]
-    return SimpleNamespace(step=step, weights=PackedWeights(fused, torch.device("cpu")), launches=token, chunk=chunk)
+    return SimpleNamespace(step=step, weights=SimpleNamespace(form_of=_form_of), launches=token, chunk=chunk)
+
+
+def _form_of(weight: Weight) -> StreamForm:
+    """As ``PackedWeights`` chooses it, but for scales that would have to be drawn: they are taken for bf16."""
+    n, k = weight.shape
+    return choose(weight.stored.format_name, padded_rows(n), k, torch.bfloat16)
 
 
 def _launch(part: str, name: str) -> Launch:

@@ -4,11 +4,12 @@
     an attention  a curve over the bytes that it reads of the cache, through the depths that were measured
     all else      boundary of its kind + bytes / (limit x efficiency)
 
-*Boundaries* and the *efficiency* are fitted to one profile. A boundary is what a launch costs beyond its bytes: handing
-values over from kernel to kernel, the norm, coding activations, the last items. The efficiency is the share of the
-stream limit at which the longest product, the head, really reads; its boundary is taken to be that of qkv, which begins
-with a residual sum and a norm as well. *Start* and *pace* belong to a format and are no parameters: they are what its
-products showed alone, in ``bench kernels``.
+*Boundaries*, the *efficiency* and the share of *starts* are fitted to one profile. A boundary is what a launch costs
+beyond its bytes: handing values over from kernel to kernel, the norm, coding activations, the last items. The
+efficiency is the share of the stream limit at which the longest product, the head, really reads; its boundary is taken
+to be that of qkv, which begins with a residual sum and a norm as well. *Pace* and *start* belong to a format: they are
+what its products showed alone, in ``bench kernels``. A part of a start is hidden behind the waiting for inputs; what is
+not is seen where matrices of one shape have several formats.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ ALIKE = (
 LONG = 4.0
 """Times as many bytes as a qkv has: a head of fewer says nothing of the efficiency."""
 HICCUP = 3.0
+HALF = 0.5
+"""Of starts, where all matrices of a shape have one format: what whole tokens of nine mixtures of Gemma 4 12B show."""
 LEAST_EFFICIENCY, MOST_EFFICIENCY = 0.05, 1.15
 TABLES = ("embedding", "per_layer_embedding")
 Key = tuple[str, str]
@@ -59,7 +62,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class FloorModel:
-    """gb_s: the stream limit of the machine. efficiency, boundaries_us, curves: fitted, see above.
+    """gb_s: the stream limit of the machine. efficiency, starts, boundaries_us, curves: fitted, see above.
 
     beside_us: the step's gaps. stretch: what the stamps added to all times, a factor. has_kernels: whether formats
     have paces and starts, which they have not for the reference executor.
@@ -67,6 +70,7 @@ class FloorModel:
 
     gb_s: float
     efficiency: float
+    starts: float
     boundaries_us: Mapping[Key, float]
     curves: Mapping[CacheClass, Curve]
     beside_us: float
@@ -99,6 +103,10 @@ class FloorModel:
 
     def start_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
         """Of a product, what its slowest format takes beside its bytes."""
+        return self.starts * self.start_alone_us(span, formats)
+
+    def start_alone_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
+        """The same where nothing is waited for."""
         if not self.has_kernels or not is_product(span):
             return 0.0
         return max(_alone(self._format(name, formats))[1] for name in span.weights)
@@ -167,6 +175,7 @@ def fit(profile: Profile) -> FloorModel:
     empty = FloorModel(
         gb_s=profile.stream_gb_s,
         efficiency=1.0,
+        starts=HALF,
         boundaries_us={},
         curves=_curves(tokens, caches, profile.kv),
         beside_us=first.gaps_us,
@@ -177,7 +186,8 @@ def fit(profile: Profile) -> FloorModel:
         kv=profile.kv,
     )
     paced = replace(empty, efficiency=_efficiency(empty, first.links))
-    return replace(paced, boundaries_us=_boundaries(paced, first.links))
+    started = replace(paced, starts=_starts(paced, first.links))
+    return replace(started, boundaries_us=_boundaries(started, first.links))
 
 
 def _efficiency(model: FloorModel, links: Sequence[Link]) -> float:
@@ -195,6 +205,25 @@ def _efficiency(model: FloorModel, links: Sequence[Link]) -> float:
         return 1.0
     found = (bytes_us[0] - bytes_us[1]) / (us[0] - us[1])
     return min(max(found, LEAST_EFFICIENCY), MOST_EFFICIENCY)
+
+
+def _starts(model: FloorModel, links: Sequence[Link]) -> float:
+    """By how much more products take than others of their shape whose formats start sooner: least squares, 0 to 1."""
+    alike: dict[tuple[str, int], list[Link]] = {}
+    for link in links:
+        if is_product(link.span):
+            n_weights = sum(model.matrices[name].n * model.matrices[name].k for name in link.span.weights)
+            alike.setdefault((link.span.kind, n_weights), []).append(link)
+    above, below = 0.0, 0.0
+    for of_one in alike.values():
+        found = [
+            (model.start_alone_us(link.span), link.us - model.bytes_us(link.span) / model.efficiency)
+            for link in _without_hiccups(of_one)
+        ]
+        middle = mean(start for start, _ in found)
+        above += sum((start - middle) * rest for start, rest in found)
+        below += sum((start - middle) ** 2 for start, _ in found)
+    return min(max(above / below, 0.0), 1.0) if below > 0 else HALF
 
 
 def _boundaries(model: FloorModel, links: Sequence[Link]) -> dict[Key, float]:

@@ -239,11 +239,12 @@ class Profile:
             raise ValueError("a profile without steps")
         if not self.stream_gb_s > 0:
             raise ValueError("a machine that reads nothing")
-        names = {matrix.name for matrix in self.matrices}
-        for step in self.steps:
-            for span in step.spans:
-                if missing := set(span.weights) - names:
-                    raise ValueError(f"{span.part} reads {sorted(missing)[0]}, which is not among the matrices")
+        names, layers = {matrix.name for matrix in self.matrices}, {cache.layer for cache in self.caches}
+        for span in (span for step in self.steps for span in step.spans):
+            if missing := set(span.weights) - names:
+                raise ValueError(f"{span.part} reads {sorted(missing)[0]}, which is not among the matrices")
+            if span.cache_bytes and span.layer not in layers:
+                raise ValueError(f"{span.part} reads a cache, but layer {span.layer} has no cache")
 
     @property
     def tokens(self) -> tuple[StepProfile, ...]:

@@ -173,4 +173,5 @@ def _rate(prediction: Prediction) -> str:
 def of_model(model: FloorModel) -> str:
     """What was fitted."""
     boundaries = ", ".join(f"{kind} ({name}) {us:.2f}" for (kind, name), us in model.boundaries_us.items())
-    return f"bytes at {model.efficiency:.1%} of the stream limit, and beside them a launch, in us: {boundaries}"
+    starts = f", {model.starts:.0%} of what a format costs alone" if model.has_kernels else ""
+    return f"bytes at {model.efficiency:.1%} of the stream limit{starts}, and beside them a launch, in us: {boundaries}"
