@@ -23,7 +23,8 @@ SHADES = {"bytes": "s-bytes", "layout": "s-layout", "wait": "s-wait", "beyond": 
 
 def token_bars(profile: Profile, width: int) -> str:
     """A bar for each token, by kind, with the floor marked, and below it what the time is made of."""
-    x = Scale(0, max(token.profiled_us for token in profile.tokens), 2, width - 6)
+    ends = [max(token.profiled_us, token.floor_us(profile.stream_gb_s)) for token in profile.tokens]
+    x = Scale(0, max(ends), 2, width - 6)
     shapes = [
         shape for i, token in enumerate(profile.tokens) for shape in _token_bar(profile, token, x, i * BAR_HEIGHT)
     ]
@@ -45,25 +46,27 @@ def _token_bar(profile: Profile, token: StepProfile, x: Scale, y: float) -> list
     shapes += _made_of(whole(profile, token, None), x, y + 62)
     floor = token.floor_us(profile.stream_gb_s)
     shapes.append(line(x(floor), y + 20, x(floor), y + 86, "floor"))
-    # Behind the title where the mark stands above it.
-    at = max(x(floor) + 4, x(0) + len(title) * LETTER + 24)
-    shapes.append(text(at, y + 15, f"floor {floor:,.0f} us, {floor / token.wall_us:.1%}", "floor-label"))
+    words = f"floor {floor:,.0f} us, {floor / token.wall_us:.1%}"
+    # Behind the title where the mark stands above it, and before the right end.
+    at = min(max(x(floor) + 4, x(0) + len(title) * LETTER + 24), x.end - len(words) * LETTER)
+    shapes.append(text(at, y + 15, words, "floor-label"))
     return shapes
 
 
 def _made_of(part: Part, x: Scale, y: float) -> list[str]:
-    """Bytes, layout, wait and beyond; bytes that came while it waited are taken from the wait."""
+    """Bytes, layout, wait and beyond, no further than the time goes; what came while it waited is off the wait."""
     terms = dict(zip(SHADES, made_of(part), strict=True))
     if terms["beyond"] < 0:
         terms["wait"] += terms.pop("beyond")
     shapes, at = [], 0.0
     for name, us in terms.items():
-        width = x(at + us) - x(at)
+        end = min(at + max(us, 0.0), part.us)
+        width = x(end) - x(at)
         shapes.append(bar(x(at), y, width, 20, SHADES[name], f"{name}: {us:,.1f} us"))
         words = f"{name} {us:,.0f}"
         if fits(words, width):
             shapes.append(text(x(at) + width / 2, y + 14, words, "on", "middle"))
-        at += us
+        at = end
     return shapes
 
 

@@ -40,6 +40,11 @@ def speed(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:,.1f}" if rate >= 10 else f"{rate:,.2f}"
 
 
+def time(us: float, sign: str = "") -> str:
+    """Microseconds, tenths of them where they say something. sign: ``+`` shows it always."""
+    return f"{us:{sign},.0f}" if abs(us) >= 10_000 else f"{round(us, 1) or 0.0:{sign},.1f}"
+
+
 def headline(profile: Profile, step: StepProfile) -> str:
     """How fast a step is."""
     if step.kind == "chunk":
@@ -77,12 +82,12 @@ def _token_cells(part: Part) -> tuple[str, ...]:
         part.name,
         _launches(part),
         _megabytes(part.needed_bytes),
-        f"{part.us:,.1f}",
+        time(part.us),
         f"{part.share_of_step:.1%}",
         *_pace(part),
-        *(f"{us:,.1f}" for us in made_of(part)),
+        *map(time, made_of(part)),
         *_modelled(part),
-        "" if part.residual_us is None else f"{round(part.residual_us, 1) or 0:+,.1f}",
+        "" if part.residual_us is None else time(part.residual_us, "+"),
     )
 
 
@@ -92,7 +97,7 @@ def _chunk_cells(profile: Profile, part: Part) -> tuple[str, ...]:
         _launches(part),
         _megabytes(part.needed_bytes),
         f"{part.flops / 1e9:,.2f}",
-        f"{part.us:,.1f}",
+        time(part.us),
         f"{part.share_of_step:.1%}",
         f"{part.tflops:,.2f}",
         f"{part.tflops / profile.peak_tflops:.1%}" if profile.peak_tflops else "",
@@ -107,9 +112,9 @@ def by_layer(profile: Profile, step: StepProfile, model: FloorModel) -> Sheet:
             part.name,
             _launches(part),
             _megabytes(part.needed_bytes),
-            f"{part.us:,.1f}",
+            time(part.us),
             *_pace(part),
-            f"{part.wait_us:,.1f}",
+            time(part.wait_us),
             *_modelled(part),
         )
         for part in parts_by_layer(profile, step, model)
@@ -130,7 +135,7 @@ def _pace(part: Part) -> tuple[str, str]:
 
 
 def _modelled(part: Part) -> tuple[str]:
-    return ("" if part.predicted_us is None else f"{part.predicted_us:,.1f}",)
+    return ("" if part.predicted_us is None else time(part.predicted_us),)
 
 
 def by_depth(profile: Profile, model: FloorModel) -> Sheet:
@@ -139,7 +144,7 @@ def by_depth(profile: Profile, model: FloorModel) -> Sheet:
     for token in profile.tokens:
         us = predict(profile, model, None, token.depth).us
         assert us is not None  # nothing is another format
-        times = (f"{token.wall_us:,.1f}", f"{us:,.1f}")
+        times = (time(token.wall_us), time(us))
         rates = (speed(1e6 / token.wall_us), speed(1e6 / us))
         rows.append((f"{token.depth:,}", *times, *rates, f"{us / token.wall_us - 1:+.1%}"))
     return Sheet(("depth", "measured, us", "model, us", "tok/s", "by the model", "missed by"), tuple(rows))

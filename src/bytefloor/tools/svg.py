@@ -34,7 +34,7 @@ class Scale:
 
     @property
     def ticks(self) -> list[float]:
-        """Round values within it: decades, or four to eight steps of 1, 2 or 5."""
+        """Round values within it: decades, or steps of 1, 2 or 5."""
         if self.is_log:
             first, last = math.ceil(math.log10(self.least) - 1e-9), math.floor(math.log10(self.most) + 1e-9)
             return [10.0**i for i in range(first, last + 1)]
@@ -44,7 +44,7 @@ class Scale:
 
 
 def round_step(length: float) -> float:
-    """1, 2 or 5 times a power of ten, four to nine of which make the length."""
+    """1, 2 or 5 times a power of ten, up to eight of which make the length."""
     rough = length / 8
     unit = 10.0 ** math.floor(math.log10(rough))
     return next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
