@@ -15,7 +15,6 @@ from bytefloor.tools.profile_plots import (
     WIDE,
     WIDTH,
     depth_plot,
-    kinds_of,
     layer_bars,
     legend,
     roofline,
@@ -108,7 +107,7 @@ def _sections(profile: Profile, model: FloorModel | None) -> Iterable[str]:
     if model is not None:
         shades = "".join(f'<span><i class="{SHADES[name]}"></i>{name}: {what}</span>' for name, what in MADE_OF.items())
         bars = _both_widths(token_bars(profile, WIDTH), token_bars(profile, WIDE))
-        yield _section("A token's time", legend(kinds_of(profile)) + bars + f'<p class="legend">{shades}</p>', "wide")
+        yield _section("A token's time", legend(profile) + bars + f'<p class="legend">{shades}</p>', "wide")
     yield _section("Roofline", _marks(profile) + roofline(profile))
     if model is not None:
         said = "The line is the model's: bytes at a share of the limit, and a constant for each launch."

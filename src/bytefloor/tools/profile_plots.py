@@ -34,22 +34,23 @@ def token_bars(profile: Profile, width: int) -> str:
 def _token_bar(profile: Profile, token: StepProfile, x: Scale, y: float) -> list[str]:
     title = f"depth {token.depth:,}: {token.wall_us:,.0f} us, {1e6 / token.wall_us:,.1f} tok/s"
     shapes, at = [text(x(0), y + 15, title, "strong")], 0.0
-    for part in parts_by_kind(profile, token, None):
-        us = part.us
-        width = x(at + us) - x(at)
-        told = f"{part.name}: {us:,.1f} us, {part.share_of_step:.1%} of the token"
-        shapes.append(bar(x(at), y + 24, width, 34, f"k-{part.name}", told))
-        words = next((w for w in (f"{part.name} {us:,.0f}", part.name) if fits(w, width)), "")
-        if words:
-            shapes.append(text(x(at) + width / 2, y + 45, words, "on", "middle"))
-        at += us
-    shapes += _made_of(whole(profile, token, None), x, y + 62)
     floor = token.floor_us(profile.stream_gb_s)
+    for part in parts_by_kind(profile, token, None):
+        left, right = x(at), x(at + part.us)
+        told = f"{part.name}: {part.us:,.1f} us, {part.share_of_step:.1%} of the token"
+        shapes.append(bar(left, y + 24, right - left, 34, f"k-{part.name}", told))
+        # On the longer side of the mark, where that goes through it.
+        sides = [(left, x(floor)), (x(floor), right)] if left < x(floor) < right else [(left, right)]
+        left, right = max(sides, key=lambda side: side[1] - side[0])
+        words = next((w for w in (f"{part.name} {part.us:,.0f}", part.name) if fits(w, right - left)), "")
+        shapes += [text((left + right) / 2, y + 45, words, "on", "middle")] if words else []
+        at += part.us
+    shapes += _made_of(whole(profile, token, None), x, y + 62)
     shapes.append(line(x(floor), y + 20, x(floor), y + 86, "floor"))
     words = f"floor {floor:,.0f} us, {floor / token.wall_us:.1%}"
     # Behind the title where the mark stands above it, and before the right end.
-    at = min(max(x(floor) + 4, x(0) + len(title) * LETTER + 24), x.end - len(words) * LETTER)
-    shapes.append(text(at, y + 15, words, "floor-label"))
+    beside = min(max(x(floor) + 4, x(0) + len(title) * LETTER + 24), x.end - len(words) * LETTER)
+    shapes.append(text(beside, y + 15, words, "floor-label"))
     return shapes
 
 
@@ -230,13 +231,9 @@ def _column(
     return shapes
 
 
-def legend(names: Sequence[str]) -> str:
-    """Colours and names, as HTML."""
+def legend(profile: Profile) -> str:
+    """Colours and names of the kinds that tokens have, as HTML."""
+    found = {kind for token in profile.tokens for kind in token.links_by_kind()}
+    names = [*(kind for kind in KINDS if kind in found), GAPS]
     marks = "".join(f'<span><i class="k-{name}"></i>{name}</span>' for name in names)
     return f'<p class="legend">{marks}</p>'
-
-
-def kinds_of(profile: Profile) -> list[str]:
-    """Those that any step has."""
-    found = {kind for step in profile.steps for kind in step.links_by_kind()}
-    return [*(kind for kind in KINDS if kind in found), GAPS]
