@@ -93,6 +93,7 @@ def changed(profile: Profile, tmp_path: Path, change: object) -> str:
         (lambda fields: fields["steps"][0]["spans"][3].update(kind="q"), "Invalid enum value 'q'"),
         (lambda fields: fields["matrices"].pop(5), "which is not among the matrices"),
         (lambda fields: fields["caches"].pop(1), "layer 1 has no cache"),
+        (lambda fields: fields.update(kv="q4"), "a cache of q4, of which no layer says what a position takes"),
     ],
 )
 def test_a_file_that_is_no_profile_says_where(profile: Profile, tmp_path: Path, change: object, words: str) -> None:

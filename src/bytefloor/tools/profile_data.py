@@ -239,6 +239,8 @@ class Profile:
             raise ValueError("a profile without steps")
         if not self.stream_gb_s > 0:
             raise ValueError("a machine that reads nothing")
+        if any(self.kv not in cache.position_bytes for cache in self.caches):
+            raise ValueError(f"a cache of {self.kv}, of which no layer says what a position takes")
         names, layers = {matrix.name for matrix in self.matrices}, {cache.layer for cache in self.caches}
         for span in (span for step in self.steps for span in step.spans):
             if missing := set(span.weights) - names:

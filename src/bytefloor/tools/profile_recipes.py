@@ -65,8 +65,9 @@ def _change(profile: Profile, model: FloorModel, recipe: Recipe) -> Change:
 
 def changes_of_caches(profile: Profile, model: FloorModel) -> list[Change]:
     """What each cache that can be asked for would give, in the profile's formats; the profile's own first."""
+    known = [kv for kv in KV_TYPES if all(kv in cache.position_bytes for cache in profile.caches)]
     found = []
-    for kv in dict.fromkeys((profile.kv, *KV_TYPES)):
+    for kv in dict.fromkeys((profile.kv, *known)):
         shallow, deep = (predict(profile, model, None, depth, kv) for depth in (0, deep_end(profile)))
         found.append(Change(kv, _bits(profile, {}), shallow, deep))
     return found

@@ -123,22 +123,22 @@ def _matrices(calls: Sequence[OpCall]) -> list[Weight]:
 
 def reference_spans(executor: ReferenceExecutor, rows: Rows) -> tuple[Span, ...]:
     """One for each call of the list."""
+    kept = {id(weight) for weight in executor._dense_weights()}
+
+    def decoded_bytes(call: OpCall) -> int:
+        """Weights are decoded when they are loaded, but for tables that only rows are looked up in."""
+        weight_bytes = call.weight_bytes(rows.sizes)
+        if not weight_bytes or not all(id(weight) in kept for weight in call.weights):
+            return weight_bytes
+        if call.op.name == "embed":
+            table = matrix(call, "table")
+            return rows.n * table.shape[1] * executor._dtype(table).itemsize
+        return sum(executor._kept_bytes(weight) for weight in call.weights)
+
     return tuple(
-        span_of(i, call.part, kind_of(call), call.op.name, [call], rows, _decoded_bytes(executor, call, rows))
+        span_of(i, call.part, kind_of(call), call.op.name, [call], rows, decoded_bytes(call))
         for i, call in enumerate(executor.step.calls)
     )
-
-
-def _decoded_bytes(executor: ReferenceExecutor, call: OpCall, rows: Rows) -> int:
-    """Weights are decoded when they are loaded, but for tables that only rows are looked up in."""
-    weight_bytes = call.weight_bytes(rows.sizes)
-    kept = {id(weight) for weight in executor._dense_weights()}
-    if not weight_bytes or not all(id(weight) in kept for weight in call.weights):
-        return weight_bytes
-    if call.op.name == "embed":
-        table = matrix(call, "table")
-        return rows.n * table.shape[1] * executor._dtype(table).itemsize
-    return sum(executor._kept_bytes(weight) for weight in call.weights)
 
 
 # --- the device executor

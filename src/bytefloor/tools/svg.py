@@ -100,6 +100,7 @@ class Labels:
 
     inside: tuple[float, float, float, float]
     taken: list[tuple[float, float, float, float]] = field(default_factory=list)
+    words: list[tuple[float, float, float, float]] = field(default_factory=list)
 
     def block(self, x: float, y: float, width: float, height: float) -> None:
         """Something else stands there."""
@@ -122,12 +123,20 @@ class Labels:
                 (x - far * 0.7 - width, y + far),
             ):  # fmt: skip
                 box = (left, middle - LINE / 2, left + width, middle + LINE / 2)
-                if self._is_free(box):
+                near = (min(max(x, box[0]), box[2]), min(max(y, box[1] + 3), box[3] - 3))
+                leads = is_led and far > CLOSE
+                if self._is_free(box) and not (leads and self._crosses_words((x, y), near)):
                     self.taken.append(box)
-                    near = (min(max(x, box[0]), box[2]), min(max(y, box[1] + 3), box[3] - 3))
-                    leader = line(x, y, *near, "leader") if is_led and far > CLOSE else ""
-                    return leader + text(left, middle + 4, words, kind)
+                    self.words.append(box)
+                    return (line(x, y, *near, "leader") if leads else "") + text(left, middle + 4, words, kind)
         return ""
+
+    def _crosses_words(self, begin: tuple[float, float], end: tuple[float, float]) -> bool:
+        for i in range(10):
+            x, y = (a + (b - a) * i / 10 for a, b in zip(begin, end, strict=True))
+            if any(box[0] < x < box[2] and box[1] < y < box[3] for box in self.words):
+                return True
+        return False
 
     def _is_free(self, box: tuple[float, float, float, float]) -> bool:
         left, top, right, bottom = self.inside
