@@ -16,6 +16,7 @@ from bytefloor import __version__
 from bytefloor.cli_bench import bench_app
 from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, ModelOption, parse_size
 from bytefloor.cli_perplexity import perplexity
+from bytefloor.cli_profile import profile
 from bytefloor.cli_quantize import quantize
 from bytefloor.cli_verify import verify
 from bytefloor.errors import BytefloorError, RequestError
@@ -257,6 +258,7 @@ def inspect(
 
 
 app.add_typer(bench_app, name="bench")
+app.command()(profile)
 app.command()(verify)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, parse_size
+from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, parse_sizes
 from bytefloor.errors import RequestError
 from bytefloor.tools import interrupt
 from bytefloor.tools.packages import CLIENT, SERVER, require
@@ -50,8 +50,8 @@ def bench(
     if tokens < 1:
         raise RequestError(f"-n {tokens}: expected at least 1")
     options = BenchOptions(
-        _sizes("-p", prompts, 1), tokens, _sizes("-d", depths, 0), repeats, device, context, kv,
-        _sizes("-b", batches, 1),
+        parse_sizes("-p", prompts, 1), tokens, parse_sizes("-d", depths, 0), repeats, device, context, kv,
+        parse_sizes("-b", batches, 1),
     )  # fmt: skip
     names: list[str | None] = [*(model or ())] or [None]
     _write_rows((row for name in names for row in measure(name, options)), output, save)
@@ -78,7 +78,7 @@ def kernels(
 
     _check_bench(output, repeats)
     words = [tuple(part.strip() for part in text.split(",") if part.strip()) for text in (formats, shapes)]
-    options = KernelOptions(words[0], words[1], repeats, _sizes("--rows", rows, 1))
+    options = KernelOptions(words[0], words[1], repeats, parse_sizes("--rows", rows, 1))
     _write_rows(bench_row_products(options) if options.rows else bench_kernels(options), output, save)
 
 
@@ -121,7 +121,7 @@ def serve(
         raise RequestError(f"-n {tokens}: expected at least 1")
     streams = streams or ("1" if cold else "1,4,8,16,32,64")
     options = LoadOptions(
-        _sizes("-s", streams, 1), _sizes("-p", prompts or ("512" if cold else "128"), 1), tokens, requests,
+        parse_sizes("-s", streams, 1), parse_sizes("-p", prompts or ("512" if cold else "128"), 1), tokens, requests,
         _rates(rates), cold, temp, seed, device, context, kv,
     )  # fmt: skip
     _write_rows(bench_serve(model, url, options), output, save)
@@ -152,17 +152,6 @@ def _check_bench(output: str, repeats: int) -> None:
         raise RequestError(f"-o {output}: expected md, json or csv")
     if repeats < 1:
         raise RequestError(f"-r {repeats}: expected at least 1")
-
-
-def _sizes(flag: str, text: str, least: int) -> tuple[int, ...]:
-    """Numbers by commas, none below the least."""
-    try:
-        sizes = tuple(parse_size(part) for part in text.split(",") if part.strip())
-    except typer.BadParameter as error:
-        raise RequestError(f"{flag} {text}: {error.message}") from None
-    if any(size < least for size in sizes):
-        raise RequestError(f"{flag} {text}: expected numbers from {least}")
-    return sizes
 
 
 def _write_rows(rows: Iterable[Any], output: str, save: Path | None) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bytefloor.errors import RequestError
+
 
 def parse_size(text: str) -> int:
     """32768, 32k or 1m."""
@@ -17,6 +19,17 @@ def parse_size(text: str) -> int:
         return int(float(digits) * factor)
     except (ValueError, OverflowError):
         raise typer.BadParameter(f"{text!r}: expected a number such as 4096 or 32k") from None
+
+
+def parse_sizes(flag: str, text: str, least: int) -> tuple[int, ...]:
+    """Numbers by commas, none below the least."""
+    try:
+        sizes = tuple(parse_size(part) for part in text.split(",") if part.strip())
+    except typer.BadParameter as error:
+        raise RequestError(f"{flag} {text}: {error.message}") from None
+    if any(size < least for size in sizes):
+        raise RequestError(f"{flag} {text}: expected numbers from {least}")
+    return sizes
 
 
 ModelOption = Annotated[

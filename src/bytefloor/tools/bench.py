@@ -30,7 +30,6 @@ from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
 from bytefloor.errors import NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
-from bytefloor.ops.pages import randomise
 from bytefloor.tools.bench_check import check_kernels
 from bytefloor.tools.bench_prompt import PromptSpeed, empty_cache, measure_prompt
 from bytefloor.tools.bench_rows import (
@@ -50,6 +49,7 @@ from bytefloor.tools.bench_together import (
     fill_to,
     launched,
     now,
+    randomise_cache,
     those_that_fit_together,
 )
 from bytefloor.tools.models import find_model
@@ -181,12 +181,7 @@ class _Runner:
         self.opened, self.options, self.limit, self.peak_tflops = opened, options, limit, peak_tflops
         self.executor = opened.executor
         self._loop = self.executor.make_loop()
-        self._fill_cache()
-
-    def _fill_cache(self) -> None:
-        generator = torch.Generator(self.executor.device).manual_seed(1)
-        for kind in self.executor.step.kinds:
-            randomise(self.executor.pools[kind.name], kind.head_size, generator)
+        randomise_cache(self.executor)
 
     def _cache_at(self, depth: int) -> SequenceCache:
         cache = empty_cache(self.executor)

@@ -12,6 +12,7 @@ from bytefloor.engine.cache import SequenceCache, make_pools
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.errors import NumericalError, RequestError
+from bytefloor.ops.pages import randomise
 from bytefloor.tools.bench_rows import say
 
 CHECKED = 8
@@ -95,6 +96,13 @@ def fill_to(cache: SequenceCache, depth: int) -> None:
         n = min(64, depth - cache.length)
         cache.reserve(n)
         cache.commit(n)
+
+
+def randomise_cache(executor: Executor) -> None:
+    """Random values in every page, which cost the same to read as any."""
+    generator = torch.Generator(executor.device).manual_seed(1)
+    for kind in executor.step.kinds:
+        randomise(executor.pools[kind.name], kind.head_size, generator)
 
 
 def now(device: torch.device) -> float:
