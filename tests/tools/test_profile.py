@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
+from torch import Tensor
 from typer.testing import CliRunner
 
 import kernel_twins
 from bytefloor.cli import app
-from bytefloor.engine import loading
+from bytefloor.engine import loading, stamps
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
+from bytefloor.engine.kernels import KernelSpec
+from bytefloor.engine.stamps import Times
 from bytefloor.engine.stream_limit import StreamLimit
 from bytefloor.engine.synthetic import SHAPES, Shape
-from bytefloor.errors import RequestError, UnsupportedError
+from bytefloor.errors import RequestError
 from bytefloor.tools import profile as profile_module
+from bytefloor.tools import profile_device
 from bytefloor.tools.profile import ProfileOptions, measure_chunk, measure_token, profile
 from bytefloor.tools.profile_data import read_profile, write_profile
+from bytefloor.tools.profile_spans import Rows
 from made_profiles import made_profile
 
 TINY = Shape("llama", 256, 512, 2, 8, 2, 64, 272, 256, False, {"rope.freq_base": 1e4})
@@ -109,15 +118,88 @@ def test_a_prompt_longer_than_a_chunk_is_profiled_by_one(
     assert "a prompt of 200 is read in chunks of 32 rows here: one of them is profiled" in capsys.readouterr().err
 
 
-def test_kernels_are_not_profiled_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    twins = kernel_twins.TwinDevice()
+class Clock:
+    """Of a card on which every launch takes 5 us: its first block is there 1 us late and has its inputs 1 us later."""
+
+    def __init__(self) -> None:
+        self.us = 100
+
+    def load_kernels(self, twins: kernel_twins.TwinDevice, specs: Sequence[KernelSpec]) -> dict[KernelSpec, object]:
+        return {kernel: Stamping(self, kernel_twins.TwinKernel(twins, kernel)) for kernel in specs}
+
+
+class Stamping:
+    def __init__(self, clock: Clock, twin: kernel_twins.TwinKernel) -> None:
+        self.clock, self.twin = clock, twin
+        assert twin.d["STAMPED"] == "1"
+
+    def prepare(self, stream: int, grid: tuple[int, int], arguments: Sequence[object]) -> Callable[[], None]:
+        *own, stamps = arguments
+        assert isinstance(stamps, Tensor)
+        assert len(stamps) == 3 * math.prod(grid)
+
+        def launch() -> None:
+            self.twin.launch(stream, grid, own)
+            times = torch.tensor([1, 2, 5])[:, None] + self.clock.us
+            stamps.view(3, -1).copy_(times * 1000)
+            self.clock.us += 5
+
+        return launch
+
+
+class Event:
+    """A look at the host's clock."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.us = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.us = time.perf_counter() * 1e6
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.us - self.us) / 1e3
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> DeviceExecutor:
+    twins, clock = kernel_twins.TwinDevice(), Clock()
     twins.install(monkeypatch)
+    monkeypatch.setattr(stamps, "load_kernels", lambda specs, architecture: clock.load_kernels(twins, specs))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     model = profile_module.open_model(NAME, profile_module.choose_device("cpu"))
     step = loading.build_step(model.config, model.weights, loading.DEVICE_ROUNDING)
     executor = DeviceExecutor(step, CachePlan(64, 32), device="cpu")
-    for measure in (lambda: measure_token(executor, 0, 1), lambda: measure_chunk(executor, 32, 0, 1)):
-        with pytest.raises(UnsupportedError, match="not on cuda yet"):
-            measure()
+    twins.know(executor)
+    return executor
+
+
+def test_launches_of_a_token_have_the_times_of_their_stamps(clocked: DeviceExecutor) -> None:
+    found = measure_token(clocked, 20, 2)
+    assert (found.kind, found.rows, found.depth, found.n_repeats) == ("token", 1, 20, 2)
+    assert len(found.spans) == len(clocked.launches)
+    assert [span.start_us for span in found.spans] == [5.0 * i for i in range(len(found.spans))]
+    assert {round(span.ready_us - span.start_us, 6) for span in found.spans} == {1.0}
+    assert [link.us for link in found.links] == [4.0] + [5.0] * (len(found.spans) - 1)
+    assert found.needed_bytes == sum(clocked.step.token_bytes(20))
+    assert found.sampling_us is not None
+
+
+def test_what_torch_does_in_a_chunk_lasts_until_the_next_launch_is_ready(clocked: DeviceExecutor) -> None:
+    found = measure_chunk(clocked, 32, 0, 1)
+    assert (found.kind, found.rows, found.spread) == ("chunk", 32, None)
+    assert {span.kind for span in found.spans} == {
+        "embedding", "norm", "qkv", "attention", "o", "gate_up", "down", "head",
+    }  # fmt: skip
+    spans = found.spans
+    measured = profile_device._Measured([50.0], [51.0], [[Times(0, 1000, 5000), Times(6000, 9000, 12000)]])
+    three = measured.profile("chunk", Rows(32, 0), spans[:3], [clocked.launches[0], print, clocked.launches[0]])
+    assert [(span.start_us, span.ready_us, span.end_us) for span in three.spans] == [
+        (0.0, 1.0, 5.0), (5.0, 5.0, 9.0), (6.0, 9.0, 12.0),
+    ]  # fmt: skip
+    assert three.overhead == pytest.approx(0.02)
 
 
 def test_files_are_refused_before_anything_is_measured(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class StampedGraph:
                 start()
 
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), torch.inference_mode():
             run()  # loads the kernels, which must not happen while a graph is recorded
             self.replay = record(run, device)
 

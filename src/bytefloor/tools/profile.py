@@ -10,15 +10,13 @@ from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.loading import check_kv, choose_device, make_executor
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.reference import ReferenceExecutor
-from bytefloor.errors import RequestError, UnsupportedError
-from bytefloor.tools import profile_reference
+from bytefloor.errors import RequestError
+from bytefloor.tools import profile_device, profile_reference
 from bytefloor.tools.bench import main_format, open_model
 from bytefloor.tools.bench_rows import measure_limit, measure_peak, origin, say
 from bytefloor.tools.bench_together import Executor, randomise_cache
 from bytefloor.tools.profile_data import Profile, StepProfile
 from bytefloor.tools.profile_spans import caches_of, matrices_of
-
-NOT_YET = "profile: not on cuda yet; --device cpu profiles the reference executor"
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,15 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
     device = choose_device(options.device)
     model = open_model(name, device)
     most = model.config.context_length
-    depths, chunks = _those_that_fit(options.depths, most - 1), _those_that_fit(options.chunks, most)
+    is_card = device.type == "cuda"
+    # A card's tokens are timed from one to the next.
+    depths = _those_that_fit(options.depths, most - (2 if is_card else 1))
+    chunks = _those_that_fit(options.chunks, most)
     if not depths and not chunks:
         raise RequestError(f"nothing to profile: {most} positions are all this model was made for")
     limit, peak = measure_limit(device), measure_peak(device)
-    capacity = max((*(depth + 1 for depth in depths), *chunks))
+    room = profile_device.TOKENS_AT_A_TIME if is_card else 1
+    capacity = min(most, max((*(depth + room for depth in depths), *chunks)))
     words = "smaller -d or -p need less"
     executor, notices = make_executor(model, Room(capacity), device, advice=Advice(words, words), kv=options.kv)
     assert isinstance(executor, DeviceExecutor | ReferenceExecutor)
@@ -81,14 +83,14 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
 def measure_token(executor: Executor, depth: int, repeats: int) -> StepProfile:
     """The token behind ``depth`` positions; medians over the repeats."""
     if isinstance(executor, DeviceExecutor):
-        raise UnsupportedError(NOT_YET)
+        return profile_device.measure_token(executor, depth, repeats)
     return profile_reference.measure_token(executor, depth, repeats)
 
 
 def measure_chunk(executor: Executor, n_rows: int, depth: int, repeats: int) -> StepProfile:
     """So many rows of a prompt behind ``depth`` positions, of which the last wants logits."""
     if isinstance(executor, DeviceExecutor):
-        raise UnsupportedError(NOT_YET)
+        return profile_device.measure_chunk(executor, n_rows, depth, repeats)
     return profile_reference.measure_chunk(executor, n_rows, depth, repeats)
 
 
