@@ -102,7 +102,7 @@ def test_no_thinking(stage: Stage) -> None:
 
 
 def test_thoughts_are_counted_without_a_budget(thinker: Live) -> None:
-    usage = thinker.chat(max_tokens=15).json()["usage"]
+    usage = thinker.chat(max_tokens=15, temperature=0).json()["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 15}
     usage = thinker.chat(max_tokens=15, reasoning_effort="none").json()["usage"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}

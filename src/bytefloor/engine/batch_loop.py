@@ -37,7 +37,7 @@ class BatchLoop:
 
     start: computes logits of a batch with a row for each sequence, tokens drawn before put in place of those that are
     not KNOWN. copy: of pages. sampler: for as many rows as there can be. banned_ids: those that it never takes.
-    All on ``stream``.
+    All on ``stream``. on_wait: called by ``sample`` when there is nothing to do but wait for the device.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class BatchLoop:
         self._start, self._copy, self._sampler = start, copy, sampler
         self._stream, self._device = stream, device
         self._banned = np.array(sorted(banned_ids), np.int64)
+        self.on_wait: Callable[[], None] = lambda: None
 
     def can_serve(self, sampler: Sampler) -> bool:
         """Whether the device has what a request asks for; the host samples otherwise."""
@@ -87,6 +88,7 @@ class BatchLoop:
             chosen = logits if len(rows) == len(logits) else logits[self._on_device(rows)]
             self._sampler.ask([draws[row] for row in rows], [positions[row] for row in rows])
             step = self._drawn(as_rows(chosen.contiguous()), [draws[row] for row in rows])
+        self.on_wait()
         found = zip(rows, self.read(step), strict=True)
         return {row: sampled for row, sampled in found if sampled is not None}
 

@@ -235,14 +235,15 @@ class DeviceExecutor:
         """Logits float32 [R, V] of the wanted rows.
 
         Sequences with a row each go together by a graph, as many as it has rows; the rows of all others, prompts that
-        is, go together as well. Nobody waits for a batch that wants no logits.
+        is, go together as well. The host does not wait: what it does with the logits on the current stream does.
         """
+        current_stream = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current_stream)  # memory that is free again may still be read there
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
             is_one = len(set(batch.sequence)) <= 1
             logits = self._run_alone(batch, is_eager) if is_one else self._run_sequences(batch, is_eager)
-        if batch.wanted:
-            self._stream.synchronize()
+        current_stream.wait_stream(self._stream)
         return logits
 
     @torch.inference_mode()

@@ -32,7 +32,8 @@ class Engine:
     wait once more and are computed again; none is lost.
 
     speculation: says which drafts are worth computing; without one, and where the executor takes none, there are none.
-    on_wait: called in a step, when there is nothing to do but wait for the device.
+    on_wait: called in a step, when there is nothing to do but wait for the device: with True where that takes no longer
+    than a token does.
     """
 
     def __init__(
@@ -48,9 +49,12 @@ class Engine:
         self._speculation = speculation or Speculation(1)
         self._drafting = Drafting(self._speculation, self._scheduler, self._pages, self.capacity)
         self._n_requests = 0
-        self.on_wait: Callable[[], None] = lambda: None
+        self.on_wait: Callable[[bool], None] = lambda is_short: None
         self._loop = executor.make_loop()
-        self._ahead = Ahead(executor.make_batch_loop(), self._pages, self.capacity)
+        batch_loop = executor.make_batch_loop()
+        if batch_loop is not None:
+            batch_loop.on_wait = lambda: self.on_wait(False)
+        self._ahead = Ahead(batch_loop, self._pages, self.capacity)
         # Whose tokens go from the device to the device now, and whether the device has seen its page tables since.
         self._looping: SequenceState | None = None
         self._is_shown = False
@@ -150,7 +154,7 @@ class Engine:
         """Start the next step of several sequences where it is one, and read the one before it."""
         if self._ahead.can_serve(planned):
             self._launch_together(planned)
-        self.on_wait()
+        self.on_wait(True)
         try:
             found = self._ahead.read()
         except BaseException:
@@ -210,7 +214,8 @@ class Engine:
         """Compute rows whose pages are there, and take what the last one of each sequence and its drafts give."""
         batch, samplers = self._make_batch(rows, copies, drafts)
         draws = {sequence: self._ahead.draw(sequence) for sequence in samplers}
-        self.on_wait()
+        if self.executor.device.type == "cpu":  # whose work is done when it has been started
+            self.on_wait(False)
         try:
             logits = self.executor.run(batch)
         except BaseException:
@@ -237,6 +242,7 @@ class Engine:
                 asked |= dict.fromkeys(range(firsts[sequence], end), draw)
                 places |= {row: len(sequence.ids) - 1 + row - firsts[sequence] for row in range(firsts[sequence], end)}
         drawn = self._ahead.sample(logits, asked, places)
+        self.on_wait(False)
         deltas: list[Delta] = []
         for sequence, first in firsts.items():
             draft = drafts.get(sequence, [])
@@ -246,7 +252,7 @@ class Engine:
 
     def _embed(self, rows: list[tuple[EmbeddingState, int]]) -> list[Delta]:
         """Add up rows whose pages are there; pages of a text that is whole come back at once."""
-        self.on_wait()
+        self.on_wait(False)
         try:
             add_up(rows, self.executor.sum_hidden)
         except BaseException:
@@ -305,7 +311,7 @@ class Engine:
             n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
             while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
                 pass
-            self.on_wait()
+            self.on_wait(True)
             sampled = loop.next() if loop.n_under_way else None
         except BaseException:
             self._drop(sequence)

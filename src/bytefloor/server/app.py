@@ -61,7 +61,7 @@ def create_app(service: Service) -> Starlette:
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id"],
         ),
-        Middleware(Guard, service.metrics, service.options.api_key, lambda: service.closed, paths),
+        Middleware(Guard, service.metrics, service.options.api_key, lambda: service.closed, paths, service.worker.turn),
     ]
 
     @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -73,7 +73,8 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 class Guard:
     """Around the application, as plain ASGI: what comes from the client passes through untouched.
 
-    closed: why nothing new is begun; None while the server takes requests.
+    closed: why nothing new is begun; None while the server takes requests. turn: waits until reading a request does
+    not keep the engine from its work.
     """
 
     def __init__(
@@ -83,12 +84,14 @@ class Guard:
         api_key: str | None,
         closed: Callable[[], str | None],
         paths: frozenset[str],
+        turn: Callable[[], Awaitable[None]],
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._key = api_key.encode() if api_key is not None else None
         self._closed = closed
         self._paths = paths
+        self._turn = turn
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -131,6 +134,8 @@ class Guard:
         path = scope["path"]
         if path not in PUBLIC:
             self._check_key(headers)
+        if scope["method"] == "POST":
+            await self._turn()
         reason = self._closed()
         if reason is not None and path not in OPEN_TO_THE_END:
             raise Refusal(503, reason, code="unavailable")

@@ -19,6 +19,11 @@ from bytefloor.errors import KernelError
 from bytefloor.server.mailbox import Mailbox
 
 LOG = logging.getLogger("bytefloor.server")
+STREAM_S = 2.5e-4
+"""To wake a stream and write to its socket takes the loop a quarter of this, of python's time which the thread wants
+that keeps the device at work. So texts of n streams go out together, at most every n times this."""
+MOST_TURNS = 4
+"""Steps that a request lets pass at most before it is read."""
 MAX_FAILURES = 3
 """So many steps that fail one after another are the engine's fault, not a request's."""
 
@@ -68,13 +73,17 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._open: set[Handle] = set()
+        self._at_gate: list[asyncio.Future[None]] = []
+        # Set by the thread: whether it leaves python to others.
+        self._is_waiting = True
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_stopping = False
         # Of the worker's thread alone.
         self._handles: dict[int, Handle] = {}
         self._outbox: list[tuple[Handle, Delta]] = []
-        engine.on_wait = self._flush
+        self._is_urgent, self._sent_at = False, 0.0
+        engine.on_wait = self._on_wait
         self._n_failures = 0
         self._is_over = False
 
@@ -112,6 +121,27 @@ class Worker:
             self._close(handle)
             raise
         return handle
+
+    async def turn(self) -> None:
+        """Wait until the engine's thread waits for the device, or has nothing to do.
+
+        Two threads that both want python take it from each other at every operation of torch, and a step that takes the
+        thread a millisecond takes thirty while requests are read.
+        """
+        assert self._loop is not None
+        for _ in range(MOST_TURNS):
+            if self._is_waiting:
+                return
+            gate: asyncio.Future[None] = self._loop.create_future()
+            self._at_gate.append(gate)
+            if self._is_waiting:  # since a moment ago, and it may have seen nobody here
+                self._open_gate()
+            await gate
+
+    def _open_gate(self) -> None:
+        waiting, self._at_gate = self._at_gate, []
+        for gate in waiting:
+            _settle(gate, None)
 
     def cancel(self, handle: Handle) -> None:
         """End a request before the next step; nothing happens to one that has ended."""
@@ -174,7 +204,10 @@ class Worker:
         while not self._is_over:
             self._take_commands()
             if self._can_step:
+                self._is_waiting = False
                 self._step()
+            if not self._can_step:
+                self._leave_python()
             self.load = self._engine.load
         for handle in list(self._handles.values()):
             self._cancel(handle)
@@ -230,7 +263,6 @@ class Worker:
         self._n_failures = 0
         found = [(self._handles[delta.request_id], delta) for delta in deltas if delta.request_id in self._handles]
         self._put_out(found)
-        # The loop's thread, which shares python with this one, has its work when this one waits for the device.
         if not self._can_step:
             self._flush()
 
@@ -270,9 +302,22 @@ class Worker:
     def _put_out(self, deltas: list[tuple[Handle, Delta]]) -> None:
         for handle, delta in deltas:
             handle.n_generated += delta.sampled is not None
+            self._is_urgent |= handle.n_generated <= 1 or delta.finish is not None
             if delta.finish is not None and handle.request_id is not None:
                 self._handles.pop(handle.request_id, None)
         self._outbox += deltas
+
+    def _on_wait(self, is_short: bool) -> None:
+        """The loop's thread, which shares python with this one, has its work while this one waits for the device."""
+        self._leave_python()
+        is_due = time.perf_counter() - self._sent_at >= STREAM_S * len(self._handles)
+        if is_due or self._is_urgent or not is_short:
+            self._flush()
+
+    def _leave_python(self) -> None:
+        self._is_waiting = True
+        if self._at_gate:
+            self._post(self._open_gate)
 
     def _flush(self) -> None:
         """One call into the loop a step, however many requests took part."""
@@ -280,6 +325,7 @@ class Worker:
             # Whoever hears of an end finds it in the figures too.
             self.load = self._engine.load
             deltas, self._outbox = self._outbox, []
+            self._is_urgent, self._sent_at = False, time.perf_counter()
             self._post(self._deliver, deltas)
 
     def _post(self, call: Callable[..., None], *arguments: object) -> None:
