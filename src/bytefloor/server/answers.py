@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from bytefloor.engine.sampler import Sampled
 from bytefloor.server.asked import Asked
 from bytefloor.server.event_stream import COMMENT, DONE, HOLE, around, events
 from bytefloor.server.floor import Floor
+from bytefloor.server.ids import new_id
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, Text, collected
 from bytefloor.text.reply import Event as Piece
@@ -86,7 +86,7 @@ class Answer:
         self._records = [_Record() for _ in asked.choices]
         self._around: dict[tuple[int, Channel], tuple[bytes, bytes]] = {}
         name = "chat.completion" if self._is_chat else "text_completion"
-        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{new_id(12)}"
         self._head = {"id": self.id, "object": name, "created": int(time.time()), "model": model}
 
     def take(self, event: Event) -> Json | None:

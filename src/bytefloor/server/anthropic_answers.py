@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from bytefloor.engine.request import Finish
 from bytefloor.server.answers import Event, Json, facts_of
 from bytefloor.server.asked import Asked
 from bytefloor.server.event_stream import HOLE, around, events
+from bytefloor.server.ids import new_id
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, CallEnd, CallFailed, Text
 from bytefloor.text.reply import Event as Piece
@@ -71,7 +71,7 @@ class MessageAnswer:
         self._notes: list[str] = []
         self._finish: Finish | None = None
         self._queue_s = 0.0
-        self.id = f"msg_{secrets.token_hex(12)}"
+        self.id = f"msg_{new_id(12)}"
         self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
 
     def take(self, event: Event) -> None:

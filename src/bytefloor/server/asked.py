@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bytefloor.engine.request import Request
-from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import RequestError
 from bytefloor.server.bodies import Body, ChatBody, CompletionBody, GenerationFields, TemplateBody
+from bytefloor.server.ids import new_id
 from bytefloor.server.messages import as_messages, template_kwargs
 from bytefloor.server.refusal import Refusal, bad_field
 from bytefloor.server.sampling import in_range, sampling_params
@@ -197,14 +196,13 @@ def _choices(body: GenerationFields, request: Request, prompt: ChatPrompt, place
     """n of them. With a seed the i-th has the i-th seed after it, or all would be alike."""
     in_range("n", body.n, int, 1, MAX_N)
 
-    def sampling(nth: int) -> SamplingParams:
+    def of(nth: int) -> Request:
         seed = request.sampling.seed
-        return request.sampling if seed is None else replace(request.sampling, seed=(seed + nth) % 2**64)
+        if nth == 0 or seed is None:
+            return request
+        return replace(request, sampling=replace(request.sampling, seed=(seed + nth) % 2**64))
 
-    return [
-        Choice(replace(request, sampling=sampling(nth)), prompt.reply(secrets.token_hex(12)), place)
-        for nth in range(body.n or 1)
-    ]
+    return [Choice(of(nth), prompt.reply(new_id(12)), place) for nth in range(body.n or 1)]
 
 
 def _asked(kind: str, body: GenerationFields, choices: Sequence[Choice], has_logprobs: bool) -> Asked:
@@ -220,7 +218,7 @@ def _asked(kind: str, body: GenerationFields, choices: Sequence[Choice], has_log
 
 def plain_prompts(prompt: str | list[Any], served: Served, name: str, most: int) -> list[tuple[str, ChatPrompt]]:
     """(where it stands in the body, prompt) of each. name: of the field that has them, at most so many."""
-    if isinstance(prompt, str) or all(_is_id(item) for item in prompt):
+    if isinstance(prompt, str) or _are_ids(prompt):
         return [(name, _plain_prompt(prompt, served, name))]
     if len(prompt) > most:
         raise bad_field(name, f"{name} has {len(prompt)} texts: expected at most {most}")
@@ -231,12 +229,12 @@ def plain_prompts(prompt: str | list[Any], served: Served, name: str, most: int)
 def _plain_prompt(prompt: Any, served: Served, at: str) -> ChatPrompt:
     if isinstance(prompt, str):
         return ChatPrompt.plain(prompt, served.tokenizer.encode(prompt))
-    if isinstance(prompt, list) and all(_is_id(item) for item in prompt):
+    if isinstance(prompt, list) and _are_ids(prompt):
         served.check_ids(prompt, at)
         return ChatPrompt.plain("", prompt)
     found = type(prompt).__name__
     raise bad_field(at, f"{at}: expected a text or a list of token ids, found {found} (texts or lists, not mixed)")
 
 
-def _is_id(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+def _are_ids(items: list[Any]) -> bool:
+    return {int}.issuperset(map(type, items))  # a bool is none

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-import secrets
 import sys
 from datetime import UTC, datetime
 from typing import Any
+
+from bytefloor.server.ids import new_id
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -43,4 +44,4 @@ def request_id(given: bytes | None) -> str:
         text = given.decode("latin-1")
         if _ID.fullmatch(text):
             return text
-    return f"req-{secrets.token_hex(10)}"
+    return f"req-{new_id(10)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from bytefloor.engine.request import Finish
 from bytefloor.server.answers import Event, Json, facts_of, timings
 from bytefloor.server.asked import Asked
 from bytefloor.server.event_stream import COMMENT, events
+from bytefloor.server.ids import new_id
 from bytefloor.server.refusal import Refusal
 from bytefloor.text.reasoning import Channel
 from bytefloor.text.reply import CallArguments, CallBegin, CallEnd, CallFailed, Text
@@ -31,7 +31,7 @@ class _Item:
     status: str = "in_progress"
 
     def __post_init__(self) -> None:
-        self.id = f"{_PREFIXES[self.kind]}_{secrets.token_hex(12)}"
+        self.id = f"{_PREFIXES[self.kind]}_{new_id(12)}"
 
     @property
     def text(self) -> str:
@@ -70,7 +70,7 @@ class ResponseAnswer:
         self._finish: Finish | None = None
         self._queue_s = 0.0
         self._n_events = 0
-        self.id = f"resp_{secrets.token_hex(16)}"
+        self.id = f"resp_{new_id(16)}"
         self._head = {"id": self.id, "object": "response", "created_at": int(time.time()), "model": model, **repeated}
 
     def take(self, event: Event) -> None:

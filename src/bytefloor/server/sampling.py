@@ -31,15 +31,17 @@ def sampling_params(body: SamplingFields, n_logprobs: int, served: Served) -> Sa
     given: dict[str, Any] = {name: value for name in SAMPLING_NAMES if (value := getattr(body, name)) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"], served)
+    try:
+        return SamplingParams(**given, n_logprobs=n_logprobs)
+    except RequestError as error:
+        refused = error
     for name, value in given.items():
         try:
             SamplingParams(**{name: value})
         except RequestError as error:
             raise bad_field(name, str(error)) from None
-    try:
-        return SamplingParams(**given, n_logprobs=n_logprobs)
-    except RequestError as error:  # two that contradict each other; the message begins with one's name
-        raise bad_field(str(error).split(" ", 1)[0], str(error)) from None
+    # Two that contradict each other; the message begins with one's name.
+    raise bad_field(str(refused).split(" ", 1)[0], str(refused)) from None
 
 
 def _bias(bias: dict[str, float], served: Served) -> dict[int, float]:

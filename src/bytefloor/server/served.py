@@ -94,11 +94,11 @@ class Served:
 
     def check_ids(self, ids: list[int], at: str) -> None:
         """Refusal unless every id is a token's."""
-        for place, token in enumerate(ids):
-            if not 0 <= token < self.tokenizer.n_tokens:
-                name = f"{at}[{place}]"
-                found = f"{name} = {token}: expected a token id from 0 to {self.tokenizer.n_tokens - 1}"
-                raise bad_field(name, found)
+        n = self.tokenizer.n_tokens
+        if not ids or (min(ids) >= 0 and max(ids) < n):
+            return
+        place = next(place for place, token in enumerate(ids) if not 0 <= token < n)
+        raise bad_field(f"{at}[{place}]", f"{at}[{place}] = {ids[place]}: expected a token id from 0 to {n - 1}")
 
 
 def _own_name(opened: Opened) -> str:
