@@ -29,31 +29,31 @@ GB_S, PEAK = 4600.0, 780.0
 
 @dataclass(frozen=True)
 class Truth:
-    """What a launch takes: of its kind so many us, of which a part is waiting, and its bytes at a share of the limit;
-    of a product the paces of its formats, and a part of their starts. odd: more, by span.
+    """What a launch takes: of its kind so many us, of which a part is waiting, and its bytes at the limit; of a product
+    the paces of its formats, those of ``paces`` where they are not what they are alone, and a start. odd: more, by
+    span.
     """
 
-    efficiency: float = 1.02
     boundaries: dict[str, float] = field(
         default_factory=lambda: {
             "embedding": 2.5, "qkv": 3.4, "attention": 6.5, "o": 2.9, "gate_up": 3.1, "down": 2.7, "per_layer": 2.2,
             "head": 3.4, "sampling": 6.0,
         }
     )  # fmt: skip
+    paces: dict[str, float] = field(default_factory=dict)
     waiting: float = 0.55
     overhead: float = 0.011
     beside_us: float = 3.0
     odd: Callable[[Span], float] = lambda span: 0.0
 
     gb_s: float = GB_S
-    starts: float = 0.7
 
     def us(self, span: Span) -> float:
         """Alone in the chain. A span has products of one pace."""
-        rate = 1.0 if span.kind == "attention" else self.efficiency
-        paces, starts = zip(*(ALONE[name] for name in span.formats), strict=True) if span.formats else ((1.0,), (0.0,))
-        start = self.starts * max(starts) if is_product(span) else 0.0
-        bytes_us = span.streamed_bytes / (self.gb_s * rate * min(paces) * 1e3)
+        alone = [ALONE[name] for name in span.formats]
+        pace = min((self.paces.get(name, pace) for name, (pace, _) in zip(span.formats, alone, strict=True)), default=1)
+        start = max(start for _, start in alone) if is_product(span) else 0.0
+        bytes_us = span.streamed_bytes / (self.gb_s * pace * 1e3)
         return self.boundaries[span.kind] + start + bytes_us + self.odd(span)
 
 

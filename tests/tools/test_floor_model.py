@@ -6,6 +6,7 @@ import json
 import random
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from bytefloor.engine.synthetic import make_checkpoint
 from bytefloor.errors import RequestError
 from bytefloor.model.families import load_model
 from bytefloor.tools.floor_model import ALONE, file_bytes, fit, moved_bytes, predict
-from bytefloor.tools.profile_data import Matrix, Profile, Span
+from bytefloor.tools.profile_data import Matrix, Profile, Span, read_profile
 from bytefloor.tools.profile_parts import parts_by_kind, whole
+from bytefloor.tools.profile_recipes import changes_of_formats
 from bytefloor.tools.profile_spans import matrices_of
 from made_profiles import Truth, made_profile
 
@@ -32,13 +34,46 @@ def formats(profile: Profile) -> dict[str, str]:
     return {matrix.name: matrix.format for matrix in profile.matrices}
 
 
-def test_what_is_known_is_found_again(llama: Profile) -> None:
-    model, truth = fit(llama), Truth()
-    assert model.efficiency == pytest.approx(truth.efficiency, rel=0.01)
-    assert model.starts == pytest.approx(truth.starts, abs=0.05)
-    for kind in ("qkv", "o", "gate_up", "down", "head"):
-        assert model.boundaries_us[kind, "product"] == pytest.approx(truth.boundaries[kind], abs=0.2)
-    assert model.boundaries_us["sampling", "logits"] == pytest.approx(truth.boundaries["sampling"])
+def test_what_is_known_is_found_again() -> None:
+    profile = made_profile(LLAMA + "Q4_K_M", chunks=(), truth=Truth(paces={"Q6_K": 0.9}))
+    model, truth = fit(profile), Truth()
+    assert model.paces == {"Q6_K": pytest.approx(0.9, rel=0.01)}
+    windowless = (None, 4096)
+    for kind in ("qkv", "o", "gate_up", "down"):
+        assert model.boundaries[kind, "product", windowless][0][1] == pytest.approx(truth.boundaries[kind], abs=0.2)
+    assert model.boundaries["head", "product", None] == ((0, pytest.approx(truth.boundaries["head"], abs=0.5)),)
+    assert model.boundaries["sampling", "logits", None][0][1] == pytest.approx(truth.boundaries["sampling"])
+
+
+def test_a_pace_is_of_its_format_alone() -> None:
+    """A head in Q6_K that reads slowly says nothing of other formats."""
+    slow = made_profile(LLAMA + "Q4_K_M", (0,), (), Truth(paces={"Q6_K": 0.8}))
+    other = made_profile(LLAMA + "Q8_0", (0,), ())
+    found = predict(slow, fit(slow), formats(other))
+    assert found.us == pytest.approx(other.tokens[0].wall_us, rel=0.01)
+
+
+def test_what_kernels_beside_attention_take_more_at_a_depth_stays_theirs() -> None:
+    """The cache that attention fetches early passes beside q, k and v, at whatever depth and in whatever format."""
+    later = {**Truth().boundaries, "qkv": 5.9}
+
+    def both(mixture: str) -> Profile:
+        shallow, deep = (made_profile(LLAMA + mixture, (depth,), (), Truth(boundaries=boundaries))
+                         for depth, boundaries in ((0, Truth().boundaries), (4096, later)))  # fmt: skip
+        return replace(shallow, steps=(*shallow.steps, *deep.steps))
+
+    fitted, other = both("Q4_K_M"), both("Q8_0")
+    model = fit(fitted)
+    for token in other.tokens:
+        assert predict(fitted, model, formats(other), token.depth).us == pytest.approx(token.wall_us, rel=2e-3)
+    between = predict(fitted, model, None, 2048).us
+    ends = [token.wall_us for token in fitted.tokens]
+    assert between == pytest.approx(sum(ends) / 2, rel=2e-3)
+    # A launch that reads no cache takes no more beyond the last depth; attention itself reads on.
+    span = next(span for span in fitted.tokens[0].spans if span.kind == "qkv")
+    assert model.span_us(span, 100_000) == model.span_us(span, 4096)
+    parts = {part.name: part for part in parts_by_kind(fitted, fitted.tokens[1], model)}
+    assert parts["qkv"].residual_us == pytest.approx(0, abs=1)
 
 
 def test_a_profile_is_its_own_prediction(llama: Profile) -> None:
@@ -77,7 +112,7 @@ def test_depths_between_those_measured_and_beyond(llama: Profile) -> None:
 
 def test_a_window_ends_what_attention_reads() -> None:
     gemma = made_profile(GEMMA + "Q4_K_M", (0, 4096, 32768), ())
-    assert len(fit(gemma).curves) == 2
+    assert len({key for key in fit(gemma).boundaries if key[0] == "attention"}) == 2
     near, far = (predict(gemma, fit(gemma), None, depth).needed_bytes for depth in (4096, 8192))
     # 8 of 48 layers see everything: values of one head of 512 lanes, and 128 more of its keys, in bf16.
     assert far - near == 4096 * 8 * 2 * (512 + 128)
@@ -99,22 +134,22 @@ def test_noise_and_hiccups_do_not_move_it(llama: Profile) -> None:
 
     noisy = made_profile(LLAMA + "Q4_K_M", (0,), (), Truth(odd=odd))
     clean, found = fit(llama), fit(noisy)
-    for key, us in clean.boundaries_us.items():
-        assert found.boundaries_us[key] == pytest.approx(us, abs=0.3)
+    for key, curve in clean.boundaries.items():
+        assert found.boundaries[key][0][1] == pytest.approx(curve[0][1], abs=0.3)
     token = noisy.tokens[0]
     parts = {part.name: part for part in parts_by_kind(noisy, token, found)}
     assert parts["down"].residual_us == pytest.approx(2 * 40, abs=3)
 
 
-def test_a_short_head_says_nothing_of_the_efficiency() -> None:
-    small = made_profile("synthetic:smollm2-135m/Q4_K_M", (0,), (), Truth(efficiency=0.8))
-    assert fit(small).efficiency == pytest.approx(0.8, rel=0.05)
-    tiny = replace(small.tokens[0], spans=tuple(span for span in small.tokens[0].spans if span.kind != "head"))
-    assert fit(replace(small, steps=(tiny,))).efficiency == 1.0
-
-
-def test_starts_are_halved_where_nothing_tells_them_apart() -> None:
-    assert fit(made_profile(LLAMA + "Q8_0", (0,), ())).starts == 0.5
+def test_a_short_head_says_nothing_of_a_pace() -> None:
+    small = made_profile("synthetic:smollm2-135m/Q8_0", (0,), (), Truth(paces={"Q8_0": 0.8}))
+    assert fit(small).paces == {"Q8_0": pytest.approx(0.8, rel=0.05)}
+    token = small.tokens[0]
+    headless = replace(token, spans=tuple(span for span in token.spans if span.kind != "head"))
+    assert fit(replace(small, steps=(headless,))).paces == {}
+    qkv_bytes = next(span.moved_bytes for span in token.spans if span.kind == "qkv")
+    short = tuple(replace(s, moved_bytes=3 * qkv_bytes) if s.kind == "head" else s for s in token.spans)
+    assert fit(replace(small, steps=(replace(token, spans=short),))).paces == {}
 
 
 def test_without_a_token_there_is_no_model(llama: Profile) -> None:
@@ -170,30 +205,70 @@ def test_what_formats_cost_alone_is_what_the_card_showed() -> None:
         assert start == pytest.approx(starts[name] - starts["BF16"], abs=0.1)
 
 
-@pytest.mark.parametrize(
-    ("mixture", "miss"),
-    [
-        ("Q8_0", 0.05), ("BF16", 0.05), ("MLX-4bit", 0.05), ("MLX-4bit-MLP-8bit", 0.05), ("MLX-4bit-down-8bit", 0.05),
-        ("MLX-4bit-MLP-g32", 0.05), ("FP4", 0.05), ("NVFP4", 0.05), ("FP8", 0.05),
-    ],
-)  # fmt: skip
-def test_mixtures_that_a_card_has_measured(mixture: str, miss: float) -> None:
-    """Of Gemma 4 12B, whole tokens alone: launches of Q4_K_M get as long as its token was, then the others follow.
+# --- what a card has measured
 
-    What a launch waits for is split by guess, which does not matter for what all of them take together.
-    """
+
+@cache
+def measured(mixture: str) -> Profile:
+    return read_profile(RESULTS / f"profile-gemma4-12b-{mixture}-h200.json")
+
+
+@pytest.mark.parametrize(
+    ("fitted", "other", "misses"),
+    [
+        ("Q4_K_M", "Q8_0", {0: 0.03, 32768: 0.03}),
+        # Not within 5 %: what a format with fewer bits takes more at each boundary is not seen in this one.
+        ("Q8_0", "Q4_K_M", {0: 0.051, 8192: 0.072, 32768: 0.051}),
+        ("Q4_K_M", "Q4_K_M", {0: 0.01, 8192: 0.01, 32768: 0.01}),
+        ("Q8_0", "Q8_0", {0: 0.01, 32768: 0.01}),
+    ],
+)
+def test_one_profile_predicts_another(fitted: str, other: str, misses: dict[int, float]) -> None:
+    model = fit(measured(fitted))
+    assert [token.depth for token in measured(other).tokens] == list(misses)
+    for token in measured(other).tokens:
+        found = predict(measured(fitted), model, formats(measured(other)), token.depth)
+        assert found.needed_bytes == token.needed_bytes
+        assert found.tok_s == pytest.approx(1e6 / token.wall_us, rel=misses[token.depth])
+
+
+def test_what_would_change_it_is_what_was_measured() -> None:
+    profile, other = measured("Q4_K_M"), measured("Q8_0")
+    (change,) = [one for one in changes_of_formats(profile, fit(profile)) if one.name == "Q8_0"]
+    for found, token in zip((change.shallow, change.deep), other.tokens, strict=True):
+        assert found.needed_bytes == token.needed_bytes
+        assert found.tok_s == pytest.approx(1e6 / token.wall_us, rel=0.03)
+
+
+def test_what_o_fetches_early_passes_beside_attention() -> None:
+    """Of two formats the sum of both launches differs by o's bytes at the limit; each alone does not."""
+
+    def mean_us(mixture: str, kind: str) -> float:
+        links = measured(mixture).tokens[0].links_by_kind()[kind]
+        return sum(link.us for link in links) / len(links)
+
+    def bytes_us(mixture: str) -> float:
+        links = measured(mixture).tokens[0].links_by_kind()["o"]
+        return sum(link.span.moved_bytes for link in links) / len(links) / measured(mixture).stream_gb_s / 1e3
+
+    more = bytes_us("Q8_0") - bytes_us("Q4_K_M")
+    both = [mean_us(mixture, "attention") + mean_us(mixture, "o") for mixture in ("Q4_K_M", "Q8_0")]
+    assert both[1] - both[0] == pytest.approx(more, abs=0.3)
+    assert mean_us("Q8_0", "attention") - mean_us("Q4_K_M", "attention") > 0.8
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    ["Q8_0", "BF16", "MLX-4bit", "MLX-4bit-MLP-8bit", "MLX-4bit-down-8bit", "MLX-4bit-MLP-g32", "FP4", "NVFP4", "FP8"],
+)
+def test_mixtures_that_bench_has_measured(mixture: str) -> None:
+    """Of Gemma 4 12B, by the profile of Q4_K_M: another day, another stream limit, whole tokens alone."""
     rows = json.loads((RESULTS / "bench-mixtures-h200-2026-11-29.json").read_text())
-    measured = {
-        row["model"]: 1e6 / row["tok_s"]
-        for row in rows
-        if row["sampling"] == "greedy" and row["depth"] == 0 and row.get("batch", 1) == 1
-    }
-    quick = Truth(efficiency=1.0, gb_s=4700.0, overhead=0.0, starts=0.5)
-    token = made_profile(GEMMA + "Q4_K_M", (0,), (), quick).tokens[0]
-    more = (measured["gemma4-12b/Q4_K_M"] - token.wall_us) / len(token.spans)
-    slow = replace(quick, boundaries={kind: us + more for kind, us in quick.boundaries.items()})
-    fitted = made_profile(GEMMA + "Q4_K_M", (0,), (), slow)
-    assert fitted.tokens[0].wall_us == pytest.approx(measured["gemma4-12b/Q4_K_M"], rel=1e-4)
+    (row,) = [
+        row for row in rows
+        if (row["model"], row["sampling"], row["depth"]) == (f"gemma4-12b/{mixture}", "greedy", 0)
+    ]  # fmt: skip
     other = matrices_of(load_model(make_checkpoint(GEMMA + mixture, "cpu")))
-    found = predict(fitted, fit(fitted), {matrix.name: matrix.format for matrix in other})
-    assert found.us == pytest.approx(measured[f"gemma4-12b/{mixture}"], rel=miss)
+    profile = measured("Q4_K_M")
+    found = predict(profile, fit(profile), {matrix.name: matrix.format for matrix in other})
+    assert found.tok_s == pytest.approx(row["tok_s"], rel=0.05)

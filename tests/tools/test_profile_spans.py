@@ -112,7 +112,7 @@ def test_matrices_of_two_widths_are_two_spans(device: Callable[[Model], DeviceEx
 
 def test_a_chunk_has_the_arithmetic_that_bench_counts(model: Model, device: Callable[[Model], DeviceExecutor]) -> None:
     executor = device(model)
-    walk, _ = executor._prompts._trunk(64)
+    walk = executor._prompts._trunk(64).walk
     steps = [*walk.trunk, *walk.head(32).launches]
     spans = chunk_spans(executor, steps, Rows(50, 0))
     assert len(spans) == len(steps)
@@ -140,7 +140,7 @@ def _of_gates(executor: DeviceExecutor) -> int:
 
 def test_the_cache_of_a_chunk_is_what_its_rows_see(model: Model, device: Callable[[Model], DeviceExecutor]) -> None:
     executor = device(model)
-    walk, _ = executor._prompts._trunk(32)
+    walk = executor._prompts._trunk(32).walk
     one, many = (chunk_spans(executor, walk.trunk, Rows(n, 64)) for n in (1, 20))
     for first, then in zip(one, many, strict=True):
         if first.name == "attention_rows":

@@ -1,10 +1,11 @@
-"""The figures of README and docs/bench.md are those of docs/results."""
+"""The figures of README and of pages in docs are those of docs/results."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from bytefloor.tools.floor_model import fit, predict
 from bytefloor.tools.tables import (
     MISSING,
     RESULTS,
@@ -12,6 +13,7 @@ from bytefloor.tools.tables import (
     make_kernel_table,
     make_limit_line,
     make_pages,
+    make_prediction_table,
     make_prompt_table,
     make_quality_table,
     make_rows_table,
@@ -19,6 +21,7 @@ from bytefloor.tools.tables import (
     make_table,
     with_table,
 )
+from made_profiles import made_profile
 
 WANTED = {
     "verb", "model", "format", "n_prompt", "n_gen", "depth", "batch", "tok_s", "share", "file_bytes", "moved_bytes",
@@ -30,6 +33,24 @@ def test_pages_are_made_from_the_committed_results() -> None:
     assert load_rows(RESULTS)
     for path, text in make_pages().items():
         assert path.read_text() == text
+
+
+def test_predictions_are_of_all_others_of_the_same_model() -> None:
+    small, other = (made_profile(f"synthetic:smollm2-135m/{name}", (0, 64), ()) for name in ("Q4_K_M", "Q8_0"))
+    stranger = made_profile("synthetic:llama31-8b/Q4_K_M", (0,), ())
+    bench = {"model": f"{other.model.split('/')[0]}/BF16", "depth": 0, "tok_s": 1000.0, "date": "d"}
+    lines = make_prediction_table([small, other, stranger], [bench]).splitlines()[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    assert [(row[0], row[1], row[2], row[3]) for row in cells] == [
+        (fitted.model, *what)
+        for fitted, rest in ((small, other), (other, small))
+        for what in ((rest.model, "0", "profile"), (rest.model, "64", "profile"), (bench["model"], "0", "bench, d"))
+    ]
+    said = predict(small, fit(small), {matrix.name: matrix.format for matrix in other.matrices}, 64).tok_s
+    assert said is not None
+    true = 1e6 / other.tokens[1].wall_us
+    assert cells[1][4:] == [f"{true:.1f}", f"{said:.1f}", f"{said / true - 1:+.1%}"]
+    assert make_prediction_table([stranger], []) == MISSING
 
 
 def test_greedy_and_sampled_tokens_of_a_measurement_share_a_line() -> None:

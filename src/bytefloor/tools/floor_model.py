@@ -1,20 +1,19 @@
-"""What a token should take: its bytes at the pace at which they can be read, and for each kind of launch a constant.
+"""What a token should take: its weights at the pace at which they can be read, and for each kind of launch a constant.
 
-    a product     boundary of its kind + start of its format + bytes / (limit x efficiency x pace of its format)
-    an attention  a curve over the bytes that it reads of the cache, through the depths that were measured
-    all else      boundary of its kind + bytes / (limit x efficiency)
+    us = boundary(kind, cache of its layer) + start(format) + bytes of weights / (limit x pace(format))
 
-*Boundaries*, the *efficiency* and the share of *starts* are fitted to one profile. A boundary is what a launch costs
-beyond its bytes: handing values over from kernel to kernel, the norm, coding activations, the last items. The
-efficiency is the share of the stream limit at which the longest product, the head, really reads; its boundary is taken
-to be that of qkv, which begins with a residual sum and a norm as well. *Pace* and *start* belong to a format: they are
-what its products showed alone, in ``bench kernels``. A part of a start is hidden behind the waiting for inputs; what is
-not is seen where matrices of one shape have several formats.
+A *boundary* is fitted to one profile: what a launch takes beyond its weights. That is handing values over from kernel
+to kernel, the norm, coding activations, the last items; of an attention it is all of it. Kernels that follow fetch
+before it is their turn, and what they fetch passes beside the one that is running: so boundaries of all kinds in a
+layer are curves over the bytes that its attention reads of the cache, straight between the depths that were measured.
+
+*Pace* and *start* belong to a format: what its products showed alone, in ``bench kernels``. Where a profile has a long
+product, its head, that format's pace is what was seen there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
@@ -46,33 +45,30 @@ ALIKE = (
 )  # fmt: skip
 """Formats that were not measured alone go by one whose weights are unpacked in the same way."""
 LONG = 4.0
-"""Times as many bytes as a qkv has: a head of fewer says nothing of the efficiency."""
+"""Times as many bytes as a qkv has: a head of fewer says nothing of a pace."""
 HICCUP = 3.0
-HALF = 0.5
-"""Of starts, where all matrices of a shape have one format: what whole tokens of nine mixtures of Gemma 4 12B show."""
-LEAST_EFFICIENCY, MOST_EFFICIENCY = 0.05, 1.15
+LEAST_PACE, MOST_PACE = 0.05, 1.15
 TABLES = ("embedding", "per_layer_embedding")
-Key = tuple[str, str]
-"""Kind and name of a launch."""
 CacheClass = tuple[int | None, int]
 """Window, and bytes of a position."""
+Key = tuple[str, str, CacheClass | None]
+"""Kind and name of a launch, and what its layer keeps; None outside layers."""
 Curve = tuple[tuple[float, float], ...]
 """(bytes, us) of rising bytes."""
 
 
 @dataclass(frozen=True)
 class FloorModel:
-    """gb_s: the stream limit of the machine. efficiency, starts, boundaries_us, curves: fitted, see above.
+    """gb_s: the stream limit of the machine. paces, boundaries: fitted, see above.
 
-    beside_us: the step's gaps. stretch: what the stamps added to all times, a factor. has_kernels: whether formats
-    have paces and starts, which they have not for the reference executor.
+    paces: of formats whose pace this profile shows; the key None is of all, for the reference executor, whose formats
+    differ in nothing once they are decoded. beside_us: the step's gaps. stretch: what the stamps added to all times, a
+    factor. has_kernels: whether formats have paces and starts.
     """
 
     gb_s: float
-    efficiency: float
-    starts: float
-    boundaries_us: Mapping[Key, float]
-    curves: Mapping[CacheClass, Curve]
+    paces: Mapping[str | None, float]
+    boundaries: Mapping[Key, Curve]
     beside_us: float
     stretch: float
     has_kernels: bool
@@ -80,43 +76,52 @@ class FloorModel:
     caches: Mapping[int, LayerCache]
     kv: str
 
-    def span_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
-        """Time in the chain. formats: of matrices by name, where they are not those of the profile."""
-        if curve := self._curve(span):
-            return _on(curve, span.streamed_bytes, self.gb_s)
-        boundary = self.boundaries_us[span.kind, span.name]
-        return boundary + self.start_us(span, formats) + self.bytes_us(span, formats) / self.efficiency
+    def span_us(self, span: Span, depth: int, formats: Mapping[str, str] | None = None, kv: str | None = None) -> float:
+        """Time in the chain, of a token at a depth. formats, kv: where they are not those of the profile."""
+        read = self.layer_bytes(span.layer, depth, kv or self.kv)
+        boundary = _on(self.boundaries[self.key(span)], read, self.gb_s if span.cache_bytes else None)
+        return boundary + self.start_us(span, formats) + self.weights_us(span, formats)
 
-    def _curve(self, span: Span) -> Curve | None:
-        if span.layer is None or not span.cache_bytes:
-            return None
-        return self.curves[cache_class(self.caches[span.layer], self.kv)]
+    def key(self, span: Span) -> Key:
+        """What its boundary goes by."""
+        known = span.layer is not None and span.layer in self.caches
+        return span.kind, span.name, self._class(span.layer) if known else None
 
-    def bytes_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
-        """Of all that it reads, at the stream limit and at the pace of its formats."""
-        whole = span.streamed_bytes / self.gb_s / 1e3
-        found = [(self.matrices[name], _alone(self._format(name, formats))[0]) for name in span.weights]
-        if not self.has_kernels or not found:
+    def _class(self, layer: int | None) -> CacheClass:
+        """Layers whose launches cost the same."""
+        assert layer is not None
+        return self.caches[layer].window, self.caches[layer].position_bytes[self.kv]
+
+    def layer_bytes(self, layer: int | None, depth: int, kv: str) -> int:
+        """Of the cache, what the layer's attention reads; 0 outside layers."""
+        if layer is None or layer not in self.caches:
+            return 0
+        cache = self.caches[layer]
+        return band_length(depth + 1, cache.window) * cache.position_bytes[kv]
+
+    def weights_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
+        """Of what it reads beside the cache, at the pace of its formats."""
+        found = [(self.matrices[name], self.pace(self._format(name, formats))) for name in span.weights]
+        whole = span.moved_bytes / self.gb_s / 1e3
+        if not found:
             return whole
         weights = sum(matrix.n * matrix.k for matrix, _ in found)
         return whole * sum(matrix.n * matrix.k / pace for matrix, pace in found) / weights
 
+    def pace(self, format_name: str) -> float:
+        """Share of the stream limit at which a long product reads."""
+        if not self.has_kernels:
+            return self.paces.get(None, 1.0)
+        return self.paces.get(format_name, _alone(format_name)[0])
+
     def start_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
         """Of a product, what its slowest format takes beside its bytes."""
-        return self.starts * self.start_alone_us(span, formats)
-
-    def start_alone_us(self, span: Span, formats: Mapping[str, str] | None = None) -> float:
-        """The same where nothing is waited for."""
         if not self.has_kernels or not is_product(span):
             return 0.0
         return max(_alone(self._format(name, formats))[1] for name in span.weights)
 
     def _format(self, name: str, formats: Mapping[str, str] | None) -> str:
         return formats[name] if formats is not None else self.matrices[name].format
-
-    def step_us(self, spans: Iterable[Span], formats: Mapping[str, str] | None = None) -> float:
-        """Of a step without stamps."""
-        return (sum(self.span_us(span, formats) for span in spans) + self.beside_us) / self.stretch
 
 
 @dataclass(frozen=True)
@@ -150,11 +155,6 @@ def _is_lookup(span: Span, name: str) -> bool:
     return name in TABLES and span.kind != "head"
 
 
-def cache_class(cache: LayerCache, kv: str) -> CacheClass:
-    """Layers whose attention costs the same."""
-    return cache.window, cache.position_bytes[kv]
-
-
 def _alone(format_name: str) -> tuple[float, float]:
     """(pace, start in us); those of BF16 for a format that nobody knows anything of."""
     if format_name in ALONE:
@@ -170,73 +170,57 @@ def fit(profile: Profile) -> FloorModel:
     tokens = profile.tokens
     if not tokens:
         raise RequestError(f"{profile.model}: a profile without a token (-d) has nothing to fit a model to")
-    caches = {cache.layer: cache for cache in profile.caches}
     first = tokens[0]
     empty = FloorModel(
         gb_s=profile.stream_gb_s,
-        efficiency=1.0,
-        starts=HALF,
-        boundaries_us={},
-        curves=_curves(tokens, caches, profile.kv),
+        paces={},
+        boundaries={},
         beside_us=first.gaps_us,
         stretch=first.sums_to,
         has_kernels=profile.executor == "kernels",
         matrices=profile.matrix_by_name,
-        caches=caches,
+        caches={cache.layer: cache for cache in profile.caches},
         kv=profile.kv,
     )
-    paced = replace(empty, efficiency=_efficiency(empty, first.links))
-    started = replace(paced, starts=_starts(paced, first.links))
-    return replace(started, boundaries_us=_boundaries(started, first.links))
+    paced = replace(empty, paces=_paces(empty, first.links))
+    return replace(paced, boundaries=_boundaries(paced, tokens))
 
 
-def _efficiency(model: FloorModel, links: Sequence[Link]) -> float:
-    """By what the head takes more than a qkv, over what its bytes take more; 1 where it is not much longer."""
+def _paces(model: FloorModel, links: Sequence[Link]) -> dict[str | None, float]:
+    """Of the head's format: what its bytes take, beside what it takes more than the boundary of a qkv, which begins
+    with a residual sum and a norm as well. Nothing where it is not much longer than a qkv."""
     of_head, of_qkv = (
         [link for link in links if link.span.kind == kind and is_product(link.span)] for kind in ("head", "qkv")
     )
     if not of_head or not of_qkv:
-        return 1.0
-    bytes_us, us = (
-        [median(of(link) for link in found) for found in (of_head, of_qkv)]
-        for of in (lambda link: model.bytes_us(link.span), lambda link: link.us - model.start_us(link.span))
-    )
-    if bytes_us[0] < LONG * bytes_us[1] or us[0] <= us[1]:
-        return 1.0
-    found = (bytes_us[0] - bytes_us[1]) / (us[0] - us[1])
-    return min(max(found, LEAST_EFFICIENCY), MOST_EFFICIENCY)
+        return {}
+    head = of_head[0].span
+    if head.moved_bytes < LONG * median(link.span.moved_bytes for link in of_qkv):
+        return {}
+    boundary = median(_boundary_us(model, link) for link in of_qkv)
+    us = median(link.us for link in of_head) - boundary - model.start_us(head)
+    if us <= 0:
+        return {}
+    found = min(max(head.moved_bytes / model.gb_s / 1e3 / us, LEAST_PACE), MOST_PACE)
+    return {model.matrices[head.weights[0]].format if model.has_kernels else None: found}
 
 
-def _starts(model: FloorModel, links: Sequence[Link]) -> float:
-    """By how much more products take than others of their shape whose formats start sooner: least squares, 0 to 1."""
-    alike: dict[tuple[str, int], list[Link]] = {}
-    for link in links:
-        if is_product(link.span):
-            n_weights = sum(model.matrices[name].n * model.matrices[name].k for name in link.span.weights)
-            alike.setdefault((link.span.kind, n_weights), []).append(link)
-    above, below = 0.0, 0.0
-    for of_one in alike.values():
-        found = [
-            (model.start_alone_us(link.span), link.us - model.bytes_us(link.span) / model.efficiency)
-            for link in _without_hiccups(of_one)
-        ]
-        middle = mean(start for start, _ in found)
-        above += sum((start - middle) * rest for start, rest in found)
-        below += sum((start - middle) ** 2 for start, _ in found)
-    return min(max(above / below, 0.0), 1.0) if below > 0 else HALF
+def _boundary_us(model: FloorModel, link: Link) -> float:
+    return link.us - model.start_us(link.span) - model.weights_us(link.span)
 
 
-def _boundaries(model: FloorModel, links: Sequence[Link]) -> dict[Key, float]:
-    """Of each kind and kernel the mean of what is left beside start and bytes."""
-    found: dict[Key, list[Link]] = {}
-    for link in links:
-        found.setdefault((link.span.kind, link.span.name), []).append(link)
+def _boundaries(model: FloorModel, tokens: Sequence[StepProfile]) -> dict[Key, Curve]:
+    """Of each kind, kernel and class of layers the mean of what is left beside start and weights, at each depth."""
+    found: dict[Key, dict[int, list[Link]]] = {}
+    for token in tokens:
+        for link in token.links:
+            read = model.layer_bytes(link.span.layer, token.depth, model.kv)
+            found.setdefault(model.key(link.span), {}).setdefault(read, []).append(link)
     return {
-        key: mean(
-            link.us - model.start_us(link.span) - model.bytes_us(link.span) / model.efficiency
-            for link in _without_hiccups(of_one)
+        key: tuple(
+            (n, mean(_boundary_us(model, link) for link in _without_hiccups(by_bytes[n]))) for n in sorted(by_bytes)
         )
-        for key, of_one in found.items()
+        for key, by_bytes in found.items()
     }
 
 
@@ -246,29 +230,18 @@ def _without_hiccups(links: Sequence[Link]) -> list[Link]:
     return [link for link in links if link.us <= HICCUP * usual]
 
 
-def _curves(tokens: Sequence[StepProfile], caches: Mapping[int, LayerCache], kv: str) -> dict[CacheClass, Curve]:
-    """Of each class of layers, through what its attentions took at each number of bytes."""
-    found: dict[CacheClass, dict[int, list[Link]]] = {}
-    for token in tokens:
-        for link in token.links:
-            layer = link.span.layer
-            if layer is not None and link.span.cache_bytes:
-                by_bytes = found.setdefault(cache_class(caches[layer], kv), {})
-                by_bytes.setdefault(link.span.streamed_bytes, []).append(link)
-    return {
-        key: tuple((n, mean(link.us for link in _without_hiccups(by_bytes[n]))) for n in sorted(by_bytes))
-        for key, by_bytes in found.items()
-    }
-
-
-def _on(curve: Curve, n_bytes: float, gb_s: float) -> float:
-    """Between two points a straight line, before the first its time, behind the last no faster than the limit."""
+def _on(curve: Curve, n_bytes: float, gb_s: float | None) -> float:
+    """Between two points a straight line, before the first its time. Behind the last its time, or, where the launch
+    itself reads these bytes, on as before, but no faster than the limit."""
     if n_bytes <= curve[0][0]:
         return curve[0][1]
     for (x, y), (then_x, then_y) in pairwise(curve):
         if n_bytes <= then_x:
             return y + (then_y - y) * (n_bytes - x) / (then_x - x)
-    (x, y), slope = curve[-1], 1 / gb_s / 1e3
+    (x, y) = curve[-1]
+    if gb_s is None:
+        return y
+    slope = 1 / gb_s / 1e3
     if len(curve) > 1:
         slope = max(slope, (y - curve[-2][1]) / (x - curve[-2][0]))
     return y + slope * (n_bytes - x)
@@ -297,10 +270,11 @@ def predict(
     if not model.has_kernels and not is_same:
         return Prediction(floor, floor_us, None)
     try:
-        spans = [_recast(model, span, formats, depth, kv) for span in token.spans]
+        spans = [_recast(model, span, formats) for span in token.spans]
     except UnsupportedError:
         return Prediction(floor, floor_us, None)
-    return Prediction(floor, floor_us, model.step_us(spans, formats))
+    us = sum(model.span_us(span, depth, formats, kv) for span in spans) + model.beside_us
+    return Prediction(floor, floor_us, us / model.stretch)
 
 
 def _needed(model: FloorModel, span: Span, formats: Mapping[str, str], depth: int, kv: str) -> int:
@@ -310,25 +284,18 @@ def _needed(model: FloorModel, span: Span, formats: Mapping[str, str], depth: in
         matrix = model.matrices[name]
         rows = matrix.n if _is_lookup(span, name) else 1
         changed += file_bytes(matrix, formats[name]) // rows - matrix.n_bytes // rows
-    return changed + _cache_bytes(model, span, depth, kv)
+    return changed + (model.layer_bytes(span.layer, depth, kv) if span.cache_bytes else 0)
 
 
-def _cache_bytes(model: FloorModel, span: Span, depth: int, kv: str) -> int:
-    if span.layer is None or not span.cache_bytes:
-        return 0
-    cache = model.caches[span.layer]
-    return band_length(depth + 1, cache.window) * cache.position_bytes[kv]
-
-
-def _recast(model: FloorModel, span: Span, formats: Mapping[str, str], depth: int, kv: str) -> Span:
-    """A span with the bytes that it moves in other formats."""
+def _recast(model: FloorModel, span: Span, formats: Mapping[str, str]) -> Span:
+    """A span with the bytes of weights that it moves in other formats."""
     moved = span.moved_bytes
     for name in span.weights:
         matrix = model.matrices[name]
         if formats[name] != matrix.format:
             rows = matrix.n if _is_lookup(span, name) else 1
             moved += moved_bytes(matrix, formats[name]) // rows - moved_bytes(matrix, matrix.format) // rows
-    return replace(span, moved_bytes=moved, cache_bytes=_cache_bytes(model, span, depth, kv))
+    return replace(span, moved_bytes=moved)
 
 
 def file_bytes(matrix: Matrix, format_name: str) -> int:

@@ -110,7 +110,7 @@ def _sections(profile: Profile, model: FloorModel | None) -> Iterable[str]:
         yield _section("A token's time", legend(profile) + bars + f'<p class="legend">{shades}</p>', "wide")
     yield _section("Roofline", _marks(profile) + roofline(profile))
     if model is not None:
-        said = "The line is the model's: bytes at a share of the limit, and a constant for each launch."
+        said = "The line is the model's: bytes at the pace of their formats, and a boundary for each launch."
         plot = f'<p class="quiet-text">{said}</p>{depth_plot(profile, model)}'
         yield _section("Time against depth", plot)
         token = profile.tokens[0]

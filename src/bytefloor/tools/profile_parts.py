@@ -106,7 +106,7 @@ def part_of(profile: Profile, step: StepProfile, name: str, links: Sequence[Link
         work_us=sum(link.work_us for link in links),
         step_us=step.profiled_us,
         gb_s_limit=profile.stream_gb_s,
-        predicted_us=None if model is None else sum(model.span_us(span) for span in spans),
+        predicted_us=None if model is None else sum(model.span_us(span, step.depth) for span in spans),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytefloor.tools.floor_model import FloorModel, Prediction, predict
+from bytefloor.tools.floor_model import CacheClass, FloorModel, Prediction, predict
 from bytefloor.tools.profile_data import Profile, StepProfile
 from bytefloor.tools.profile_parts import MADE_OF, Part, made_of, parts_by_kind, parts_by_layer, whole
 from bytefloor.tools.profile_recipes import Change, deep_end
@@ -176,7 +176,14 @@ def _rate(prediction: Prediction) -> str:
 
 
 def of_model(model: FloorModel) -> str:
-    """What was fitted."""
-    boundaries = ", ".join(f"{kind} ({name}) {us:.2f}" for (kind, name), us in model.boundaries_us.items())
-    starts = f", {model.starts:.0%} of what a format costs alone" if model.has_kernels else ""
-    return f"bytes at {model.efficiency:.1%} of the stream limit{starts}, and beside them a launch, in us: {boundaries}"
+    """What was fitted, at the shallowest depth. Classes of layers whose launches cost the same by their windows."""
+    boundaries = ", ".join(
+        f"{kind} ({name}{_of_class(cache)}) {curve[0][1]:.2f}"
+        for (kind, name, cache), curve in model.boundaries.items()
+    )
+    paces = ", ".join(f"{name or 'weights'} at {pace:.1%} of the stream limit" for name, pace in model.paces.items())
+    return f"{paces or 'bytes at the stream limit'}; beside bytes a launch takes, in us: {boundaries}"
+
+
+def _of_class(cache: CacheClass | None) -> str:
+    return "" if cache is None else ", all positions" if cache[0] is None else f", window of {cache[0]:,}"

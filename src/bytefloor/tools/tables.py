@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytefloor.engine.synthetic import PREFIX, make_checkpoint
+from bytefloor.model.families import load_model
 from bytefloor.tools.bench_row_products import CUBLAS, FUSED
+from bytefloor.tools.floor_model import fit, predict
+from bytefloor.tools.profile_data import Profile, read_profile
+from bytefloor.tools.profile_spans import matrices_of
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 BENCH_PAGE = ROOT / "docs" / "bench.md"
+PROFILE_PAGE = ROOT / "docs" / "profile.md"
 QUALITY_PAGE = ROOT / "docs" / "perplexity.md"
 RESULTS = ROOT / "docs" / "results"
 MISSING = "Not measured yet.\n"
@@ -145,6 +151,46 @@ def make_quality_table(rows: Rows) -> str:
     return _markdown(headings, list(found.values())) if found else MISSING
 
 
+def make_prediction_table(profiles: Sequence[Profile], rows: Rows) -> str:
+    """Markdown: what the model fitted to each profile says of every token of the others of its model, and of the rows
+    that bench measured of its model's other mixtures, beside what was measured."""
+    headings = "fitted to", "predicted", "depth", "measured by", "tok/s", "by the model", "missed by"
+    lines = []
+    for profile in profiles:
+        name, model = profile.model.split("/")[0], fit(profile)
+        shapes = {matrix.name: (matrix.n, matrix.k) for matrix in profile.matrices}
+        found = [
+            (other.model, token.depth, "profile", 1e6 / token.wall_us, other.matrices)
+            for other in profiles
+            if other is not profile and shapes == {matrix.name: (matrix.n, matrix.k) for matrix in other.matrices}
+            for token in other.tokens
+        ]
+        found += [
+            (row["model"], row["depth"], f"bench, {row['date']}", row["tok_s"],
+             matrices_of(load_model(make_checkpoint(PREFIX + row["model"], "cpu"))))
+            for row in rows
+            if row["model"].split("/")[0] == name and row["model"] != profile.model
+        ]  # fmt: skip
+        for other_name, depth, by, tok_s, matrices in found:
+            said = predict(profile, model, {matrix.name: matrix.format for matrix in matrices}, depth).tok_s
+            if said is not None:
+                told = f"{tok_s:.1f}", f"{said:.1f}", f"{said / tok_s - 1:+.1%}"
+                lines.append((profile.model, other_name, f"{depth:,}", by, *told))
+    return _markdown(headings, lines) if lines else MISSING
+
+
+def load_profiles(folder: Path) -> list[Profile]:
+    """Committed ones, by their names."""
+    return [read_profile(path) for path in sorted(folder.glob("profile-*.json"))]
+
+
+def load_mixtures(folder: Path) -> Rows:
+    """What bench measured of one model in many mixtures, a greedy token of one sequence alone."""
+    files = sorted(folder.glob("bench-mixtures-*.json"))
+    rows = [row for path in files for row in json.loads(path.read_text())]
+    return [row for row in rows if row["verb"] == "decode" and row["sampling"] == "greedy" and row.get("batch", 1) == 1]
+
+
 def make_limit_line(rows: Rows, kernels: Rows) -> str:
     """What shares are shares of, and the fastest product beside it."""
     limits = [row["stream_gb_s"] for row in rows]
@@ -194,6 +240,7 @@ def make_pages() -> dict[Path, str]:
             "results": make_kernel_table(kernels),
             "rows": make_rows_table(load_rows(RESULTS, "kernel_rows")),
         },
+        PROFILE_PAGE: {"predictions": make_prediction_table(load_profiles(RESULTS), load_mixtures(RESULTS))},
         QUALITY_PAGE: {"results": make_quality_table(load_rows(RESULTS, "perplexity"))},
     }
     pages = {path: path.read_text() for path in tables}
