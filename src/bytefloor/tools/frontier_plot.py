@@ -1,0 +1,5 @@
+from typing import Any
+
+
+def draw(rows: Any) -> str:
+    return ""
