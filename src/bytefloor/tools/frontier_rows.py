@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
+from bytefloor.quantize.target import PLAIN
 from bytefloor.tools.bench_rows import Measured, Row
 from bytefloor.tools.divergence import Divergence, Estimate
 
@@ -21,7 +22,7 @@ class Speed:
     n_gen: int
     tok_s: float
     tok_s_spread: float | None
-    share: float | None
+    share: float
     file_bytes: int
     moved_bytes: int
     stream_gb_s: float
@@ -80,43 +81,53 @@ class FrontierRow(Measured):
 
     def cells(self) -> tuple[str, ...]:
         """As a table for people has it: of a recipe that was not measured the reason alone."""
-        told = (*((f"{self.state}: {self.reason}",) if self.reason else ()), *self.substitutes)
-        notes = "; ".join(told).replace("|", "/")
-        if self.perplexity is None or self.bits_per_weight is None or self.token_bytes is None:
-            return (self.recipe, *[""] * (len(self.COLUMNS) - 2), notes)
-        far = self.divergence
-        return (
-            self.recipe,
-            f"{self.bits_per_weight:.2f}",
-            f"{(self.disk_bytes or 0) / 1e6:.1f}",
-            f"{self.token_bytes / 1e6:.1f}",
-            "" if far is None else small(far.kl),
-            "" if far is None else percent(far.same_best),
-            f"{self.perplexity.value:.4f}",
-            " / ".join(f"{speed.tok_s:.0f}" for speed in self.speeds) + self._doubt(),
-            " / ".join(f"{speed.share:.1%}" for speed in self.speeds if speed.share is not None),
-            notes,
-        )
+        return cells_of(asdict(self))
 
-    def _doubt(self) -> str:
-        return " (reference)" if self.executor == "reference" else ""
+
+def cells_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """The same of a row as it stands in a file."""
+    reason = (f"{row['state']}: {row['reason']}",) if row["reason"] else ()
+    notes = "; ".join((*reason, *row["substitutes"])).replace("|", "/")
+    if row["perplexity"] is None:
+        return (row["recipe"], *[""] * (len(FrontierRow.COLUMNS) - 2), notes)
+    far, doubt = row["divergence"], " (reference)" if row["executor"] == "reference" else ""
+    return (
+        row["recipe"],
+        f"{row['bits_per_weight']:.2f}",
+        f"{row['disk_bytes'] / 1e6:.1f}",
+        f"{row['token_bytes'] / 1e6:.1f}",
+        "" if far is None else small(far["kl"]),
+        "" if far is None else percent(far["same_best"]),
+        f"{row['perplexity']['value']:.4f}",
+        " / ".join(f"{speed['tok_s']:,.0f}" for speed in row["speeds"]) + doubt,
+        " / ".join(f"{speed['share']:.1%}" for speed in row["speeds"]),
+        notes,
+    )
 
 
 def speed_of(row: Row) -> Speed:
     """What of a row of ``bench`` is kept."""
+    assert row.share is not None, "decoding has a share of the floor"
     return Speed(
         row.depth, row.n_gen, row.tok_s, row.tok_s_spread, row.share, row.file_bytes, row.moved_bytes, row.stream_gb_s,
         row.checksum,
     )  # fmt: skip
 
 
-def small(estimate: Estimate) -> str:
-    """Of a KL divergence."""
-    error = "" if estimate.error is None else f" ± {estimate.error:.0e}"
-    return f"{estimate.value:.2e}{error}"
+def small(estimate: dict[str, Any]) -> str:
+    """Of a KL divergence, with its standard error."""
+    error = "" if estimate["error"] is None else f" ± {estimate['error']:.0e}"
+    return f"{estimate['value']:.2e}{error}"
 
 
-def percent(estimate: Estimate) -> str:
-    """Of a share."""
-    error = "" if estimate.error is None else f" ± {estimate.error:.2%}"
-    return f"{estimate.value:.2%}{error}"
+def percent(estimate: dict[str, Any]) -> str:
+    """Of a share, with its standard error."""
+    error = "" if estimate["error"] is None else f" ± {estimate['error']:.2%}"
+    return f"{estimate['value']:.2%}{error}"
+
+
+def told_source(row: dict[str, Any]) -> str:
+    """The source's name and formats, and that it is no original where it is none."""
+    formats = row["source_formats"]
+    quantised = "" if set(formats) <= set(PLAIN) else ", itself quantised"
+    return f"{row['source']} ({', '.join(formats)}{quantised})"

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bytefloor.errors import RequestError
-from bytefloor.quantize.target import PLAIN
 from bytefloor.tools.bench_rows import RowWriter
 from bytefloor.tools.front import plane_of
 from bytefloor.tools.frontier_plot import draw
-from bytefloor.tools.frontier_rows import FAILED, FrontierRow
+from bytefloor.tools.frontier_rows import FAILED, FrontierRow, told_source
 
 
 def check_plot(plot: Path | None) -> None:
@@ -50,10 +49,3 @@ def last_lines(rows: list[dict[str, Any]]) -> list[str]:
     if not plane.is_speed:
         lines.append("the reference executor multiplies in float32: its tokens a second say nothing of a format")
     return lines
-
-
-def told_source(row: dict[str, Any]) -> str:
-    """The source's name and formats, and that it is no original where it is none."""
-    formats = row["source_formats"]
-    quantised = "" if set(formats) <= set(PLAIN) else ", itself quantised"
-    return f"{row['source']} ({', '.join(formats)}{quantised})"
