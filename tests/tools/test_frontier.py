@@ -206,7 +206,7 @@ def test_on_kernels_speeds_are_theirs(tiny: TinyModel, monkeypatch: pytest.Monke
     assert [row.executor for row in rows.values()] == ["kernels", "kernels", "reference"]
     assert rows["Q8_0"].kv == "bf16"
     assert rows["Q8_0"].speeds[0].moved_bytes > 0
-    assert "no kernels for it" in rows["FP4"].notes
+    assert "no kernels for it" in rows["FP4"].cells()[-1]
     assert "(reference)" in rows["FP4"].cells()[7]
     assert "(reference)" not in rows["Q8_0"].cells()[7]
 

@@ -22,7 +22,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def row(recipe: str, kl: float, token_mb: float, tok_s: float = 100.0, **more: Any) -> dict[str, Any]:
     speeds = [{"depth": depth, "tok_s": tok_s / (1 + depth), "tok_s_spread": 0.02, "share": 0.5} for depth in (0, 9)]
     return {
-        "recipe": recipe, "state": "measured", "reason": None, "executor": "reference", "substitutes": [],
+        "recipe": recipe, "state": "measured", "reason": None, "executor": "reference", "substitutes": [], "notes": [],
         "divergence": {"kl": {"value": kl, "error": kl / 50}, "same_best": {"value": 0.9, "error": 0.01}},
         "perplexity": {"value": 10.0, "error": 0.5}, "token_bytes": token_mb * 1e6, "disk_bytes": token_mb * 1e6,
         "bits_per_weight": 4.5, "speeds": speeds, "source": "m<1>.gguf", "source_formats": ["BF16"], "card": "cpu",
@@ -128,7 +128,7 @@ def test_it_says_what_it_is_of_and_what_it_leaves_out() -> None:
     assert "m<1>.gguf: quality against bytes" in said
     assert any("KL is to m<1>.gguf (Q4_1, F32, itself quantised), over 4,080 predictions" in line for line in said)
     assert "the source: 50.0 MB a token; not drawn: c (refused), d (failed)" in said
-    assert any(line.startswith("weights that a token reads, MB (less is better); speeds on a CPU") for line in said)
+    assert any(line.startswith("weights that a token reads, MB (less is better); no kernels ran") for line in said)
     on = {"executor": "kernels", "card": "NVIDIA H200"}
     card = [{**each, **on} if each["state"] != "refused" else each for each in rows]
     said = words(draw([*card, row("e", 0.1, 1.0)]))

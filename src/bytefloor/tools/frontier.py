@@ -138,7 +138,8 @@ class _Frontier:
             losses.append(loss)
             say_progress(f"{recipe.name}: writing {number} of {count} tensors", is_last=number == count)
 
-        carry_out(job, out, {}, self._device, told)
+        # On the CPU whatever the device is, so that a recipe is the same file everywhere.
+        carry_out(job, out, {}, torch.device("cpu"), told)
         return losses
 
     def _timed(self, row: FrontierRow, state: str, path: Path, scored: PerplexityRow, score_s: float) -> FrontierRow:

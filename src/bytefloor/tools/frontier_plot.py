@@ -140,7 +140,7 @@ def _axes(plane: Plane, scales: Scales) -> Iterator[str]:
     across = (
         "tokens a second, best tokens from an empty cache (more is better)"
         if plane.is_speed
-        else "weights that a token reads, MB (less is better); speeds on a CPU say nothing of a format"
+        else "weights that a token reads, MB (less is better); no kernels ran, so speed would say nothing of a format"
     )
     yield _text((FRAME.left + FRAME.right) / 2, HEIGHT - 16, across, "", "middle")
     middle = (FRAME.top + FRAME.bottom) / 2

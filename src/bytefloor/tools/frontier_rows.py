@@ -87,7 +87,7 @@ class FrontierRow(Measured):
 def cells_of(row: dict[str, Any]) -> tuple[str, ...]:
     """The same of a row as it stands in a file."""
     reason = (f"{row['state']}: {row['reason']}",) if row["reason"] else ()
-    notes = "; ".join((*reason, *row["substitutes"])).replace("|", "/")
+    notes = "; ".join((*reason, *row["substitutes"], *row["notes"])).replace("|", "/")
     if row["perplexity"] is None:
         return (row["recipe"], *[""] * (len(FrontierRow.COLUMNS) - 2), notes)
     far, doubt = row["divergence"], " (reference)" if row["executor"] == "reference" else ""
