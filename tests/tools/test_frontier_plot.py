@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bytefloor.tools.front import Point, front_of, plane_of
-from bytefloor.tools.frontier_plot import FRAME, draw, linear_ticks, log_ticks
+from bytefloor.tools.frontier_plot import FRAME, MOST_CHARACTERS, draw, linear_ticks, log_ticks
 from bytefloor.tools.frontier_tables import load_frontiers
 from bytefloor.tools.plot_labels import Box, Mark, place
 from bytefloor.tools.tables import RESULTS
@@ -126,16 +126,28 @@ def test_it_says_what_it_is_of_and_what_it_leaves_out() -> None:
     rows = [source(source_formats=["Q4_1", "F32"]), row("a", 0.001, 30.0), row("b", 0.01, 20.0), refused("c")]
     said = words(draw([*rows, refused("d", "failed")]))
     assert "m<1>.gguf: quality against bytes" in said
-    assert any("KL is to m<1>.gguf (Q4_1, F32, itself quantised), over 4,080 predictions" in line for line in said)
-    assert "the source: 50.0 MB a token; not drawn: c (refused), d (failed)" in said
+    told = " ".join(said)
+    assert "KL is to m<1>.gguf (Q4_1, F32, itself quantised), over 4,080 predictions; cpu, 2026-11-30; bars: " in told
+    assert "standard errors; the source: 50.0 MB a token; not drawn: c (refused), d (failed)" in told
     assert any(line.startswith("weights that a token reads, MB (less is better); no kernels ran") for line in said)
     on = {"executor": "kernels", "card": "NVIDIA H200"}
     card = [{**each, **on} if each["state"] != "refused" else each for each in rows]
     said = words(draw([*card, row("e", 0.1, 1.0)]))
     assert "m<1>.gguf: quality against speed" in said
-    assert "the source: 90 tokens a second; not drawn: c (refused), e (no kernels)" in said
+    told = " ".join(said)
+    assert "standard errors, and the spread of repeats; the source: 90 tokens a second; not drawn: " in told
+    assert "not drawn: c (refused), e (no kernels)" in told
     assert "tokens a second, best tokens from an empty cache (more is better)" in said
     assert "source" not in said  # 90 is off the axis, which begins beside 100
+
+
+def test_long_words_are_cut_and_wrapped() -> None:
+    name = "a-model-with-a-name-that-goes-on-and-on-for-ever-Instruct-Q4_K_M.gguf"
+    rows = [{**each, "source": name} for each in (source(), row("a", 0.001, 30.0), row("b", 0.01, 20.0))]
+    said = words(draw([*rows, *(refused(f"recipe-number-{i}") for i in range(5))]))
+    assert "a-model-with-a-name-that-goes-on-an…: quality against bytes" in said
+    assert max(map(len, said)) <= MOST_CHARACTERS
+    assert name in " ".join(said)
 
 
 def test_the_source_is_a_line_where_it_is_within() -> None:

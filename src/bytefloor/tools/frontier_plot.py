@@ -9,15 +9,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from xml.sax.saxutils import escape
+from textwrap import wrap
+from xml.sax.saxutils import escape, quoteattr
 
 from bytefloor.tools.front import Plane, Point, Rows, plane_of
 from bytefloor.tools.frontier_rows import FAILED, REFUSED, told_source
 from bytefloor.tools.plot_labels import LED, Box, Mark, place
 
-WIDTH, HEIGHT = 880, 560
-FRAME = Box(84, 88, WIDTH - 20, HEIGHT - 58)
+WIDTH, HEIGHT = 880, 576
+FRAME = Box(84, 104, WIDTH - 20, HEIGHT - 58)
 RADIUS = 5.0
+MOST_CHARACTERS, MOST_NAME = 116, 36
+"""Of a line of what is told, and of a model's name in the title."""
 SAME = 1e-7
 """Less divergence than this is none: codes of a saved base alone make a tenth of it. Such points lie on the bottom."""
 MB = 1e6
@@ -70,7 +73,7 @@ def draw(rows: Rows) -> str:
     stairs = _stairs(plane, scales)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'role="img" aria-label="{_title(rows, plane)}">',
+        f'role="img" aria-label={quoteattr(_title(rows, plane))}>',
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         *_words(rows, plane),
@@ -95,26 +98,31 @@ def _scales(points: Sequence[Point]) -> Scales:
 
 
 def _title(rows: Rows, plane: Plane) -> str:
-    against = "speed" if plane.is_speed else "bytes"
-    return escape(f"{rows[0]['source']}: quality against {against}", {'"': "&quot;"})
+    """Short enough to leave room for what the points mean."""
+    name = rows[0]["source"]
+    shown = name if len(name) <= MOST_NAME else name[: MOST_NAME - 1] + "…"
+    return f"{shown}: quality against {'speed' if plane.is_speed else 'bytes'}"
 
 
 def _words(rows: Rows, plane: Plane) -> Iterator[str]:
     """What it shows, of what, and what it leaves out."""
     first = rows[0]
     n = next((row["n_predictions"] for row in rows if row["n_predictions"]), 0)
-    yield _text(FRAME.left, 26, _title(rows, plane), "title", is_escaped=True)
-    where = f"{first['card']}, {first['date']}"
-    of = f"KL is to {told_source(first)}, over {n:,} predictions; bars: standard errors; {where}"
-    yield _text(FRAME.left, 46, of, "faint")
-    told = []
+    yield _text(FRAME.left, 26, _title(rows, plane), "title")
+    bars = "standard errors, and the spread of repeats" if plane.is_speed else "standard errors"
+    told = [
+        f"KL is to {told_source(first)}, over {n:,} predictions",
+        f"{first['card']}, {first['date']}",
+        f"bars: {bars}",
+    ]
     if plane.source_x is not None:
         told.append(f"the source: {_amount(plane.source_x, plane)}")
     lost = [f"{row['recipe']} ({row['state']})" for row in rows if row["state"] in (REFUSED, FAILED)]
     lost += [f"{name} (no kernels)" for name in plane.left_out]
     if lost:
         told.append("not drawn: " + ", ".join(lost))
-    yield _text(FRAME.left, 64, "; ".join(told), "faint")
+    for i, line in enumerate(wrap("; ".join(told), MOST_CHARACTERS)):
+        yield _text(FRAME.left, 46 + 16 * i, line, "faint")
     yield f'<circle class="front" cx="{FRAME.right - 196}" cy="{22}" r="{RADIUS}"/>'
     yield _text(FRAME.right - 186, 26, "on the front", "faint")
     yield f'<circle class="beaten" cx="{FRAME.right - 96}" cy="{22}" r="{RADIUS}"/>'
@@ -226,8 +234,5 @@ def _name(mark: Mark, box: Box, kind: str) -> Iterator[str]:
     yield _text((box.left + box.right) / 2, box.bottom - 4, mark.name, f"name {kind}", "middle")
 
 
-def _text(
-    x: float, y: float, words: str, kind: str = "", anchor: str = "start", more: str = "", is_escaped: bool = False
-) -> str:
-    shown = words if is_escaped else escape(words)
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{shown}</text>'
+def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start", more: str = "") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(words)}</text>'
