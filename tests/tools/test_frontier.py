@@ -25,6 +25,7 @@ from bytefloor.tools import frontier as frontier_module
 from bytefloor.tools import scoring
 from bytefloor.tools.frontier import FrontierOptions, disk_bytes, frontier, token_bytes
 from bytefloor.tools.frontier_rows import FrontierRow
+from bytefloor.tools.frontier_tables import make_frontier_sections
 from bytefloor.tools.perplexity import PerplexityOptions, measure
 from quantized import quantize
 from tiny import TinyModel, build_tiny
@@ -167,7 +168,10 @@ def test_a_recipe_that_fails_is_a_row_and_the_others_go_on(
     rows = list(frontier(str(tiny.directory), TEXT, options("all-4bit", "Q8_0")))
     assert [(row.recipe, row.state) for row in rows[1:]] == [("all-4bit", "failed"), ("Q8_0", "measured")]
     assert rows[1].reason == "a number is none"
-    assert rows[1].perplexity is None
+    # A wrong speed takes nothing from what was scored before it.
+    assert (rows[1].perplexity is not None, rows[1].speeds) == (part == "bench", ())
+    assert rows[1].cells()[-1] == "failed: a number is none"
+    assert (rows[1].cells()[4] != "") == (part == "bench")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,6 +185,25 @@ def test_a_source_that_fails_is_no_row(tiny: TinyModel, monkeypatch: pytest.Monk
     monkeypatch.setattr(frontier_module, "measure", broken)
     with pytest.raises(NumericalError):
         next(frontier(str(tiny.directory), TEXT, options("Q8_0")))
+
+
+def test_a_source_that_cannot_be_timed_is_compared_with_all_the_same(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = frontier_module.bench, iter(range(9))
+
+    def sometimes(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise NumericalError("a kernel is wrong")
+        return real(*args)
+
+    monkeypatch.setattr(frontier_module, "bench", sometimes)
+    first, row = frontier(str(tiny.directory), TEXT, options("Q8_0"))
+    assert (first.state, first.reason, first.speeds) == ("failed", "a kernel is wrong", ())
+    assert first.perplexity is not None
+    assert row.state == "measured"
+    table = make_frontier_sections({"x": [asdict(first), asdict(row)]})
+    assert "| failed: a kernel is wrong" in table
 
 
 def test_on_kernels_speeds_are_theirs(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from bytefloor.quantize.job import Job, carry_out, prepare
 from bytefloor.quantize.recipes import SOURCE, Recipe, check_is_itself, substitutes_of
 from bytefloor.quantize.write import Loss
 from bytefloor.tools.bench import BenchOptions, bench
-from bytefloor.tools.bench_rows import free_memory, measure_limit, origin
+from bytefloor.tools.bench_rows import Row, free_memory, measure_limit, origin
 from bytefloor.tools.frontier_rows import FAILED, MEASURED, REFUSED, SOURCE_ROW, FrontierRow, speed_of
 from bytefloor.tools.models import SHARD, find_model
 from bytefloor.tools.perplexity import CONTEXT, PerplexityOptions, PerplexityRow, measure
@@ -68,8 +68,8 @@ def frontier(name: str | None, text: str, options: FrontierOptions) -> Iterator[
         found = _Frontier(path, text, options, device, Path(folder))
         yield found.source()
         for recipe in options.recipes:
-            yield found.recipe(recipe)
             free_memory(device)
+            yield found.recipe(recipe)
 
 
 def path_of(folder: Path | None, name: str, is_gguf: bool) -> Path:
@@ -143,18 +143,22 @@ class _Frontier:
         return losses
 
     def _timed(self, row: FrontierRow, state: str, path: Path, scored: PerplexityRow, score_s: float) -> FrontierRow:
-        """The row with all that was measured of a file."""
-        options, start = self._options, time.perf_counter()
+        """The row with all that was measured of a file. What goes wrong with its timing alone costs no quality."""
+        options, start, reason = self._options, time.perf_counter(), None
         depths = (0,) if options.depth is None else (0, options.depth)
         asked = BenchOptions((), options.n_tokens, depths, options.repeats, options.device, is_sampled=False)
-        rates = list(bench(str(path), asked, self._limit))
+        rates: list[Row] = []
+        try:
+            rates += bench(str(path), asked, self._limit)
+        except BytefloorError as error:
+            state, reason = FAILED, str(error)
         checkpoint = open_checkpoint(path)
         counts = count_formats(checkpoint)
         n_weights, n_bytes = (sum(values) for values in zip(*((c.n_weights, c.n_bytes) for c in counts), strict=True))
         return replace(
             row,
             state=state,
-            reason=None,
+            reason=reason,
             formats={count.name: count.n_bytes for count in counts},
             n_weights=n_weights,
             n_bytes=n_bytes,
@@ -169,7 +173,7 @@ class _Frontier:
             speeds=tuple(speed_of(rate) for rate in rates),
             score_s=round(score_s, 3),
             speed_s=round(time.perf_counter() - start, 3),
-            executor=rates[0].executor,
+            executor=scored.executor,
             notes=tuple(dict.fromkeys((*scored.notes, *(note for rate in rates for note in rate.notes)))),
         )
 

@@ -10,8 +10,8 @@ from bytefloor.tools.bench_rows import Measured, Row
 from bytefloor.tools.divergence import Divergence, Estimate
 
 MEASURED, SOURCE_ROW, REFUSED, FAILED = "measured", "source", "refused", "failed"
-"""State of a row. refused: the recipe does not fit the model, and nothing was written. failed: it did, and then
-something was wrong."""
+"""State of a row. refused: the recipe does not fit the model, and nothing was written. failed: something was wrong
+later; what was measured before that is there."""
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,10 @@ def make_frontier_sections(frontiers: dict[str, Rows]) -> str:
 
 def _section(stem: str, rows: Rows) -> str:
     first = rows[0]
-    depths = [f"{speed['depth']:,}" for speed in first["speeds"]]
-    speeds = f"; tok/s and share at a depth of {' / '.join(depths)}" if plane_of(rows).is_speed else ""
     measured = next(row for row in rows if row["n_predictions"])
+    timed: list[dict[str, Any]] = next((row["speeds"] for row in rows if row["speeds"]), [])
+    depths = " / ".join(f"{speed['depth']:,}" for speed in timed)
+    speeds = f"; tok/s and share at a depth of {depths}" if plane_of(rows).is_speed else ""
     what = (
         f"{first['model']}: KL is to {told_source(first)}, over {measured['n_predictions']:,} predictions "
         f"({measured['n_windows']} x {measured['context']}); cache {measured['kv']}; {measured['executor']} "
