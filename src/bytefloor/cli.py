@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from bytefloor import __version__
 from bytefloor.cli_bench import bench_app
 from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, ModelOption, parse_size
+from bytefloor.cli_frontier import frontier
 from bytefloor.cli_perplexity import perplexity
 from bytefloor.cli_profile import profile
 from bytefloor.cli_quantize import quantize
@@ -278,6 +279,7 @@ def pull(
 
 app.command()(quantize)
 app.command()(perplexity)
+app.command()(frontier)
 
 
 def _print_version(asked: bool) -> None:

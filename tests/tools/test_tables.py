@@ -1,13 +1,16 @@
-"""The figures of README and of pages in docs are those of docs/results."""
+"""What README and docs say in tables is what docs/results holds."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from bytefloor.tools.floor_model import fit, predict
+from bytefloor.tools.frontier_tables import load_frontiers
+from bytefloor.tools.markdown import MISSING, with_table
 from bytefloor.tools.tables import (
-    MISSING,
+    README,
     RESULTS,
     load_rows,
     make_kernel_table,
@@ -19,7 +22,7 @@ from bytefloor.tools.tables import (
     make_rows_table,
     make_serve_table,
     make_table,
-    with_table,
+    make_tables,
 )
 from made_profiles import made_profile
 
@@ -27,12 +30,21 @@ WANTED = {
     "verb", "model", "format", "n_prompt", "n_gen", "depth", "batch", "tok_s", "share", "file_bytes", "moved_bytes",
     "stream_gb_s", "capacity", "device_memory_gb", "checksum", "card", "commit", "date",
 }  # fmt: skip
+MARK = re.compile(r"<!-- (\w+): begin -->")
 
 
 def test_pages_are_made_from_the_committed_results() -> None:
     assert load_rows(RESULTS)
     for path, text in make_pages().items():
-        assert path.read_text() == text
+        assert path.read_text() == text, f"{path}: run python -m bytefloor.tools.tables"
+
+
+def test_every_mark_on_a_page_has_its_table() -> None:
+    """A table between marks that nobody makes would grow old unseen."""
+    tables = {path: sorted(named) for path, named in make_tables(load_frontiers(RESULTS)).items()}
+    assert all(table for named in make_tables(load_frontiers(RESULTS)).values() for table in named.values())
+    pages = [README, *README.parent.glob("docs/**/*.md")]
+    assert {path: sorted(MARK.findall(path.read_text())) for path in pages if MARK.search(path.read_text())} == tables
 
 
 def test_predictions_are_of_all_others_of_the_same_model() -> None:

@@ -59,7 +59,10 @@ WARM_UP = 8
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure: prompts, tokens, depths, how often. kv: what the cache keeps, see ``EngineOptions``."""
+    """What to measure: prompts, tokens, depths, how often. kv: what the cache keeps, see ``EngineOptions``.
+
+    is_sampled: whether a sequence that decodes alone is measured with default sampling too, beside best tokens.
+    """
 
     n_prompt: tuple[int, ...]
     n_gen: int
@@ -69,10 +72,11 @@ class BenchOptions:
     capacity: int | None = None
     kv: str | None = None
     batches: tuple[int, ...] = (1,)
+    is_sampled: bool = True
 
 
-def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
-    """Rows as they are measured.
+def bench(name: str | None, options: BenchOptions, limit: StreamLimit | None = None) -> Iterator[Row]:
+    """Rows as they are measured. limit: of this run, where it was measured already.
 
     NumericalError when kernels disagree with torch operations over the same weights, or a replayed graph with its
     kernels launched one by one.
@@ -80,7 +84,7 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
     check_kv(options.kv)
     device = choose_device(options.device)
     depths, prompts, capacity = _choose_lengths(open_model(name, device), options)
-    limit = measure_limit(device)
+    limit = limit or measure_limit(device)
     words = "a shorter context (-c) needs less" if options.capacity else "smaller -d or -p need less"
     peak_tflops = measure_peak(device) if prompts else None
     room = Room(capacity, n_sequences=max(options.batches, default=1))
@@ -95,7 +99,8 @@ def bench(name: str | None, options: BenchOptions) -> Iterator[Row]:
                 yield runner.decode_together(depth, n)
                 continue
             yield runner.decode(depth)
-            yield runner.decode_sampled(depth)
+            if options.is_sampled:
+                yield runner.decode_sampled(depth)
     for n_prompt in prompts:
         yield runner.prompt(n_prompt)
 

@@ -30,6 +30,10 @@ class Measured:
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
 
+    def cells(self) -> tuple[str, ...]:
+        """What the table shows in each column."""
+        return tuple(_cell(name, getattr(self, name)) for name in self.COLUMNS)
+
 
 @dataclass(frozen=True)
 class Row(Measured):
@@ -109,7 +113,7 @@ class RowWriter:
         elif self._output == "md":
             if len(self._rows) == 1:
                 print("| " + " | ".join(row.COLUMNS) + " |\n|" + "---|" * len(row.COLUMNS))
-            print("| " + " | ".join(_cell(name, fields[name]) for name in row.COLUMNS) + " |", flush=True)
+            print("| " + " | ".join(row.cells()) + " |", flush=True)
 
     def _print_csv(self, fields: dict[str, Any]) -> None:
         text = io.StringIO()

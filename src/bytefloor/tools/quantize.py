@@ -57,7 +57,7 @@ def quantize(source: str | None, out: Path, options: QuantizeOptions) -> None:
 
         def told(loss: Loss, number: int, count: int) -> None:
             losses.append(loss)
-            _say(f"{number} of {count}: {loss.name}", is_last=number == count)
+            say_progress(f"{number} of {count}: {loss.name}", is_last=number == count)
 
         carry_out(job, out, counts, device, told)
     if options.json_output:
@@ -78,12 +78,15 @@ def _importances(job: Job, text: str | None, device: torch.device) -> dict[str, 
     if text is None:
         return {}
     found = importances(
-        job.model, text, device, lambda done, count: _say(f"calibrating: {done} of {count} windows", done == count)
+        job.model,
+        text,
+        device,
+        lambda done, count: say_progress(f"calibrating: {done} of {count} windows", done == count),
     )
     return {p.name: found[p.tensor.stored.name] for p in job.plan.tensors if p.tensor.stored.name in found}
 
 
-def _say(line: str, is_last: bool) -> None:
+def say_progress(line: str, is_last: bool) -> None:
     """One line that replaces the one before it, on a terminal only."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{line[:100]}" + ("\r\x1b[K" if is_last else ""))

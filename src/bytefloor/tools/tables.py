@@ -1,4 +1,4 @@
-"""The tables of README and docs, made from the committed results: ``python -m bytefloor.tools.tables``."""
+"""Tables and plots of README and docs, made from the committed results: ``python -m bytefloor.tools.tables``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,34 @@ from bytefloor.engine.synthetic import PREFIX, make_checkpoint
 from bytefloor.model.families import load_model
 from bytefloor.tools.bench_row_products import CUBLAS, FUSED
 from bytefloor.tools.floor_model import fit, predict
+from bytefloor.tools.frontier_tables import (
+    load_frontiers,
+    make_frontier_sections,
+    make_plots,
+    make_readme_part,
+    make_recipe_table,
+)
+from bytefloor.tools.markdown import MISSING, markdown, with_table
 from bytefloor.tools.profile_data import Profile, read_profile
 from bytefloor.tools.profile_spans import matrices_of
+from bytefloor.tools.results_page import make_results_page
 
 ROOT = Path(__file__).resolve().parents[3]
 README = ROOT / "README.md"
 BENCH_PAGE = ROOT / "docs" / "bench.md"
 PROFILE_PAGE = ROOT / "docs" / "profile.md"
 QUALITY_PAGE = ROOT / "docs" / "perplexity.md"
+FRONTIER_PAGE = ROOT / "docs" / "frontier.md"
+NUMERICS_PAGE = ROOT / "docs" / "numerics.md"
 RESULTS = ROOT / "docs" / "results"
-MISSING = "Not measured yet.\n"
+RESULTS_PAGE = RESULTS / "README.md"
+TABLED = {
+    "decode": README, "prompt": README, "serve": README, "kernel": BENCH_PAGE, "kernel_rows": BENCH_PAGE,
+    "perplexity": QUALITY_PAGE, "frontier": FRONTIER_PAGE,
+}  # fmt: skip
+"""Which page has the table of a verb's rows."""
+FILES = ("bench*.json", "kernels*.json", "perplexity*.json")
+"""Whose rows are in tables that files share. Those of other files would stand there twice, or answer something else."""
 HEADINGS = ("model", "cache", "sequences", "depth", "tok/s", "sampled tok/s", "share of the floor", "card", "date")
 SIZES = ("30MB", "75MB", "500MB")
 
@@ -29,7 +47,7 @@ Rows = list[dict[str, Any]]
 
 def load_rows(folder: Path, verb: str = "decode") -> Rows:
     """The rows of a verb in all committed files of bench and perplexity, in the order of the files."""
-    files = sorted([*folder.glob("bench*.json"), *folder.glob("kernels*.json"), *folder.glob("perplexity*.json")])
+    files = sorted(path for pattern in FILES for path in folder.glob(pattern))
     return [row for path in files for row in json.loads(path.read_text()) if row["verb"] == verb]
 
 
@@ -53,7 +71,7 @@ def make_table(rows: Rows) -> str:
         row = kinds.get("greedy") or kinds["sampled"]
         tokens = rate.get("greedy", ""), rate.get("sampled", "")
         lines.append((*what, *tokens, f"{row['share']:.1%}", row["card"], row["date"]))
-    return _markdown(HEADINGS, lines)
+    return markdown(HEADINGS, lines)
 
 
 def make_prompt_table(rows: Rows) -> str:
@@ -74,7 +92,7 @@ def make_prompt_table(rows: Rows) -> str:
         return MISSING
     peaks = [row["peak_tflops"] for row in found.values()]
     told = f"bf16 peak measured in these runs: {min(peaks):.0f} to {max(peaks):.0f} TFLOP/s."
-    return _markdown(headings, lines) + f"\n{told}\n"
+    return markdown(headings, lines) + f"\n{told}\n"
 
 
 def make_serve_table(rows: Rows) -> str:
@@ -97,7 +115,7 @@ def make_serve_table(rows: Rows) -> str:
          cell(row["ttft_ms_p99"], 1), cell(row["tpot_ms_p50"], 2), row["card"], row["date"])
         for what, row in found.items()
     ]  # fmt: skip
-    return _markdown(headings, lines) if lines else MISSING
+    return markdown(headings, lines) if lines else MISSING
 
 
 def make_rows_table(rows: Rows) -> str:
@@ -126,7 +144,7 @@ def make_rows_table(rows: Rows) -> str:
         row = routes.get(FUSED) or routes[CUBLAS]
         speed = ("", "") if FUSED not in routes else (f"{row['tflops']:.0f}", f"{row['share_of_peak']:.1%}")
         lines.append((*what, us.get(FUSED, ""), us.get(CUBLAS, ""), *speed, row["card"], row["date"]))
-    return _markdown(headings, lines) if lines else MISSING
+    return markdown(headings, lines) if lines else MISSING
 
 
 def make_quality_table(rows: Rows) -> str:
@@ -148,7 +166,7 @@ def make_quality_table(rows: Rows) -> str:
         place = name, row["kv"], row["base"], row["protocol"], row["context"], row["by"], row["executor"], row["card"]
         n = f"{row['n_predictions']:,} ({row['n_windows']} x {row['context']}, by {row['by']})"
         found[place] = (name, row["kv"], n, perplexity, *beside, row["executor"], row["card"], row["date"])
-    return _markdown(headings, list(found.values())) if found else MISSING
+    return markdown(headings, list(found.values())) if found else MISSING
 
 
 def make_prediction_table(profiles: Sequence[Profile], rows: Rows) -> str:
@@ -176,7 +194,7 @@ def make_prediction_table(profiles: Sequence[Profile], rows: Rows) -> str:
             if said is not None:
                 told = f"{tok_s:.1f}", f"{said:.1f}", f"{said / tok_s - 1:+.1%}"
                 lines.append((profile.model, other_name, f"{depth:,}", by, *told))
-    return _markdown(headings, lines) if lines else MISSING
+    return markdown(headings, lines) if lines else MISSING
 
 
 def load_profiles(folder: Path) -> list[Profile]:
@@ -212,29 +230,38 @@ def make_kernel_table(rows: Rows) -> str:
         return MISSING
     limits = {size: [row["stream_gb_s"] for row in rows if row["shape"] == size] for size in SIZES}
     told = ", ".join(f"{size} {min(found):.0f} to {max(found):.0f}" for size, found in limits.items() if found)
-    return _markdown(("format", *SIZES, "card", "date"), lines) + f"\nRead bandwidth measured, GB/s: {told}.\n"
+    return markdown(("format", *SIZES, "card", "date"), lines) + f"\nRead bandwidth measured, GB/s: {told}.\n"
 
 
-def _markdown(headings: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    head = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
-    return "\n".join([*head, *(f"| {' | '.join(cells)} |" for cells in lines)]) + "\n"
+def make_fidelity_table(folder: Path) -> str:
+    """Markdown, a line for each trained model and road: mean KL to float32 over all recorded positions."""
+    headings = ("checkpoint", "road", "positions", "KL, nats", "of which the bf16 cache", "same best token", "card")
+    lines = []
+    for path in sorted(folder.glob("fidelity*.json")):
+        content = json.loads(path.read_text())
+        if "prompts" in content:
+            road, key, parts = "decoding", "kl_device", content["prompts"]
+        else:
+            longest = max(content["chunks"], key=lambda part: part["chunk"])
+            road, key, parts = f"prompts, chunks of {longest['chunk']:,}", "kl_prompt", [longest]
+        n = sum(part["n"] for part in parts)
+        means = {
+            name: sum(part[name] * part["n"] for part in parts) / n for name in (key, "kl_bf16_cache_only", "top1")
+        }
+        kl, cache = f"{means[key]:.1e}", f"{means['kl_bf16_cache_only']:.1e}"
+        lines.append((content["model"], road, f"{n:,}", kl, cache, f"{means['top1']:.2%}", content["card"]))
+    return markdown(headings, sorted(lines)) if lines else MISSING
 
 
-def with_table(text: str, name: str, table: str) -> str:
-    """The text with what stands between the markers of that name replaced."""
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-    head, rest = text.split(begin)
-    return head + begin + table + end + rest.split(end)[1]
-
-
-def make_pages() -> dict[Path, str]:
-    """Each page that holds a table, as it should be."""
+def make_tables(frontiers: dict[str, Rows]) -> dict[Path, dict[str, str]]:
+    """By page and mark."""
     rows, kernels = load_rows(RESULTS), load_rows(RESULTS, "kernel")
-    tables = {
+    return {
         README: {
             "results": make_table(rows) + make_limit_line(rows, kernels),
             "prompts": make_prompt_table(load_rows(RESULTS, "prompt")),
             "serve": make_serve_table(load_rows(RESULTS, "serve")),
+            "frontier": make_readme_part(frontiers),
         },
         BENCH_PAGE: {
             "results": make_kernel_table(kernels),
@@ -242,17 +269,38 @@ def make_pages() -> dict[Path, str]:
         },
         PROFILE_PAGE: {"predictions": make_prediction_table(load_profiles(RESULTS), load_mixtures(RESULTS))},
         QUALITY_PAGE: {"results": make_quality_table(load_rows(RESULTS, "perplexity"))},
+        FRONTIER_PAGE: {"recipes": make_recipe_table(), "results": make_frontier_sections(frontiers)},
+        NUMERICS_PAGE: {"fidelity": make_fidelity_table(RESULTS)},
     }
-    pages = {path: path.read_text() for path in tables}
+
+
+def make_pages() -> dict[Path, str]:
+    """Each file that is made of results, as it should be: pages with tables, plots, the list of all results."""
+    frontiers = load_frontiers(RESULTS)
+    tables = make_tables(frontiers)
+    pages = {path: path.read_text() for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
     for path, named in tables.items():
         for name, table in named.items():
             pages[path] = with_table(pages[path], name, table)
-    return pages
+    listed = make_results_page(RESULTS, _tabled(RESULTS), pages)
+    plots = {RESULTS / name: plot for name, plot in make_plots(frontiers).items()}
+    return {**{path: pages[path] for path in tables}, **plots, RESULTS_PAGE: listed}
+
+
+def _tabled(folder: Path) -> dict[str, set[Path]]:
+    """Pages with tables of a file's rows, by the file's name."""
+    files = [path for pattern in (*FILES, "frontier*.json") for path in folder.glob(pattern)]
+    found = {path.name: {TABLED[row["verb"]] for row in json.loads(path.read_text())} for path in files}
+    return found | {path.name: {NUMERICS_PAGE} for path in folder.glob("fidelity*.json")}
 
 
 def main() -> None:
-    """Rewrite the pages."""
-    for path, text in make_pages().items():
+    """Rewrite what changed; plots whose results are gone go too."""
+    pages = make_pages()
+    for path in RESULTS.glob("*.svg"):
+        if path not in pages:
+            path.unlink()
+    for path, text in pages.items():
         path.write_text(text)
 
 
