@@ -19,6 +19,7 @@ import torch
 
 from bytefloor.engine.stream_limit import StreamLimit, measure_stream_limit
 from bytefloor.engine.tensor_peak import measure_tensor_peak
+from bytefloor.errors import FileError
 
 PERCENTAGES = ("share", "share_of_peak", "attention_share", "tok_s_spread", "us_spread")
 """Fields that a table for people shows so."""
@@ -85,18 +86,29 @@ class Row(Measured):
     date: str
 
 
+def open_for_rows(save: Path) -> None:
+    """At once, so that a path that cannot be written costs no measurement.
+
+    FileError for a file that holds anything but JSON's list: whoever mistypes a name must not lose a model.
+    """
+    if save.is_file() and save.stat().st_size:
+        with save.open("rb") as file:
+            if file.read(1) != b"[":
+                raise FileError(f"{save}: there is something else than rows already; it is not overwritten")
+    save.open("a").close()
+
+
 class RowWriter:
     """Prints a row as it comes (JSON, which is one list, at the end) and keeps the file of all rows up to date.
 
-    output: md, json, csv or none. save: a file for all rows as JSON; it is opened at once, so that a path that cannot
-    be written costs no measurement, and replaced by the first row.
+    output: md, json, csv or none. save: a file for all rows as JSON, see `open_for_rows`; the first row replaces it.
     """
 
     def __init__(self, output: str, save: Path | None) -> None:
         self._output, self._save = output, save
         self._rows: list[dict[str, Any]] = []
         if save is not None:
-            save.open("a").close()
+            open_for_rows(save)
 
     def add(self, row: Measured) -> None:
         """Show and keep a row."""

@@ -65,6 +65,14 @@ def is_saved_base(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def refuse_taken(path: Path) -> None:
+    """FileError where a base cannot be written, or something is that is none and would be lost: a model, a device."""
+    if path.exists() and not is_saved_base(path):
+        raise FileError(f"{path}: there is something else than a saved base already; it is not overwritten")
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: cannot be written: there is no folder {path.parent}")
+
+
 def row_type(n_vocabulary: int) -> np.dtype[Any]:
     """One prediction in the file."""
     codes = ("codes", "<u2", (n_vocabulary,))

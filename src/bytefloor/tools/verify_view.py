@@ -29,7 +29,7 @@ def show(lines: Iterable[Line], lists_all: bool, save: Path | None) -> int:
         if kept:
             _sum_up(kept)
     finally:
-        if save is not None:
+        if save is not None and kept:
             save.write_text(json.dumps([line.to_json() for line in kept], indent=1) + "\n")
     wrong = [line for line in kept if line.is_wrong]
     print()
