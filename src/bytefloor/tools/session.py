@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from bytefloor.engine.engine import Engine
-from bytefloor.engine.loading import EngineOptions, Opened, choose_device, open_engine
+from bytefloor.engine.loading import EngineOptions, Look, Opened, choose_device, open_engine
 from bytefloor.engine.progress import LOADING
 from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampler import Sampled
@@ -57,8 +57,8 @@ class OpeningBar:
         self.bar.update(self._task, description=stage, amount=amount, completed=done, total=total)
 
 
-def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
-    """Notices and the bar go to standard error, so that standard output is the answer alone."""
+def open_with_progress(name: str | None, options: EngineOptions, look: Look | None = None) -> Opened:
+    """Notices and the bar go to standard error, so that standard output is the answer alone. look: as `open_engine`."""
     source: Path | Checkpoint
     if is_synthetic(name):
         assert name is not None
@@ -68,7 +68,7 @@ def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
         shown = source.name
     opening = OpeningBar(Console(stderr=True, highlight=False), shown)
     with opening.bar:
-        opened = open_engine(source, options, opening)
+        opened = open_engine(source, options, opening, look)
     for notice in opened.notices:
         opening.note(notice)
     return opened
