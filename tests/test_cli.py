@@ -173,6 +173,11 @@ def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
     assert_refused(bytefloor("run", "-f", str(tmp_path / "binary")), "not UTF-8 text (byte 2 is 0xff)")
     assert_refused(bytefloor("run", input=b"\xff"), "standard input: not UTF-8 text")
     assert_refused(bytefloor("run", "-p", "caf\udce9"), "-p: not UTF-8 text")
+    for flag in ("--system", "--stop", "--regex", "--json-schema"):
+        assert_refused(bytefloor("run", "-p", "x", flag, "caf\udce9"), f"{flag}: not UTF-8 text (byte 3 is 0xe9)")
+    assert_refused(bytefloor("chat", "--system", "\udce9"), "--system: not UTF-8 text")
+    assert_refused(bytefloor("serve", "--alias", "\udce9"), "--alias: not UTF-8 text")
+    assert_refused(bytefloor("run", "-p", "x", "-m", "~no such user/m.gguf"), "nobody's home directory is known")
 
 
 GOOD = two_tensors()

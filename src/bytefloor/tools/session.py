@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -145,12 +146,15 @@ def as_text(read: bytes, source: str) -> str:
         raise RequestError(f"{source}: not UTF-8 text (byte {error.start} is 0x{read[error.start]:02x})") from None
 
 
+def check_texts(**arguments: str | Sequence[str] | None) -> None:
+    """RequestError for an argument that is no text, by its flag: its bytes would be replaced silently."""
+    for name, given in arguments.items():
+        for text in [given] if isinstance(given, str) else given or ():
+            as_text(os.fsencode(text), f"--{name.replace('_', '-')}")
+
+
 def write(text: str, stream: TextIO | None = None) -> None:
-    """To standard output, at once. Text that the terminal's encoding lacks is escaped rather than fatal."""
+    """To standard output, at once."""
     stream = stream or sys.stdout
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = stream.encoding or "ascii"
-        stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    stream.write(text)
     stream.flush()
