@@ -40,7 +40,8 @@ def print_report(report: Report, gb_s: float, lists_tensors: bool) -> None:
 def _print_pairs(console: Console, title: str, pairs: object) -> None:
     table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
     for key, value in pairs:  # type: ignore[attr-defined]
-        table.add_row(str(key), escape(str(value)))
+        printable = str(value).encode("utf-8", errors="backslashreplace").decode()
+        table.add_row(str(key), escape(printable))
     if table.row_count:
         console.print(table)
 
