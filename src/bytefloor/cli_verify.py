@@ -33,7 +33,7 @@ def verify(
     with interrupt.at_once():
         from rich.console import Console
 
-        from bytefloor.tools.bench_rows import open_for_rows
+        from bytefloor.tools.outputs import check_rows
         from bytefloor.tools.run import read_prompt
         from bytefloor.tools.session import OpeningBar
         from bytefloor.tools.verify import VerifyOptions
@@ -41,7 +41,7 @@ def verify(
         from bytefloor.tools.verify_view import show
 
     if save is not None:
-        open_for_rows(save)
+        check_rows(save)
     text = read_prompt(prompt, file) if prompt is not None or file is not None else None
     opening = OpeningBar(Console(stderr=True, highlight=False), model or "the demo model")
     lines = climb(model, VerifyOptions(device, kv, text, ops), opening)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +65,34 @@ def test_what_is_no_file_is_not_replaced_by_one(model: Path, tmp_path: Path) -> 
     result = CliRunner().invoke(app, [*VERBS["a base"], str(pipe), "-m", str(model)], input=TEXT)
     assert result.exit_code == 2
     assert pipe.is_fifo()
+
+
+def full(model: Path, *words: str, n_bytes: int) -> str:
+    """What a verb says whose files may not be longer."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bytefloor.cli", *words, "-m", model],
+        input=TEXT.encode(),
+        capture_output=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, n_bytes)),
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_disk_that_is_full_is_told_and_keeps_what_was_there(verb: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert CliRunner().invoke(app, [*VERBS[verb], str(out), "-m", str(model)], input=TEXT).exit_code == 0
+    before = out.read_bytes()
+    said = full(model, *VERBS[verb], str(out), n_bytes=150)
+    assert said == f"bytefloor: error: {out}: cannot be written: File too large"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(("name", "out"), [("Q8_0", "out.gguf"), ("affine-8b", "out")])
+def test_a_model_that_no_disk_holds_leaves_nothing(name: str, out: str, model: Path, tmp_path: Path) -> None:
+    said = full(model, "quantize", "-f", name, str(tmp_path / out), n_bytes=300_000)
+    assert said == f"bytefloor: error: {tmp_path / out}: cannot be written: File too large"
+    assert list(tmp_path.iterdir()) == []

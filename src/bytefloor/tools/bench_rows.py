@@ -19,7 +19,7 @@ import torch
 
 from bytefloor.engine.stream_limit import StreamLimit, measure_stream_limit
 from bytefloor.engine.tensor_peak import measure_tensor_peak
-from bytefloor.errors import FileError
+from bytefloor.tools.outputs import check_rows, write_rows
 
 PERCENTAGES = ("share", "share_of_peak", "attention_share", "tok_s_spread", "us_spread")
 """Fields that a table for people shows so."""
@@ -86,36 +86,24 @@ class Row(Measured):
     date: str
 
 
-def open_for_rows(save: Path) -> None:
-    """At once, so that a path that cannot be written costs no measurement.
-
-    FileError for a file that holds anything but JSON's list: whoever mistypes a name must not lose a model.
-    """
-    if save.is_file() and save.stat().st_size:
-        with save.open("rb") as file:
-            if file.read(1) != b"[":
-                raise FileError(f"{save}: there is something else than rows already; it is not overwritten")
-    save.open("a").close()
-
-
 class RowWriter:
     """Prints a row as it comes (JSON, which is one list, at the end) and keeps the file of all rows up to date.
 
-    output: md, json, csv or none. save: a file for all rows as JSON, see `open_for_rows`; the first row replaces it.
+    output: md, json, csv or none. save: a file for all rows as JSON, which the first row replaces.
     """
 
     def __init__(self, output: str, save: Path | None) -> None:
         self._output, self._save = output, save
         self._rows: list[dict[str, Any]] = []
         if save is not None:
-            open_for_rows(save)
+            check_rows(save)
 
     def add(self, row: Measured) -> None:
         """Show and keep a row."""
         fields = asdict(row)
         self._rows.append(fields)
         if self._save is not None:
-            self._save.write_text(json.dumps(self._rows, indent=1) + "\n")
+            write_rows(self._save, self._rows)
         if self._output == "csv":
             self._print_csv(fields)
         elif self._output == "md":
