@@ -304,7 +304,7 @@ def root(
 
 
 def main() -> None:
-    """Entry point of the ``bytefloor`` command."""
+    """What the ``bytefloor`` command runs."""
     # OpenMP's threads spin between two small operations. Beside another busy process that makes a token 10 to 30 times
     # slower; spinning only a little costs 3 % on an idle machine. Read when torch is imported, so it is set here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
