@@ -237,7 +237,8 @@ class TwinKernel(RowTwins, FlashTwin):
     def _input(self, x_in, delta, post, norm, scalar, x_out) -> Tensor:
         x, eps = x_in.clone(), self.f("EPS")
         if self.n("DELTA_PLANES"):
-            d = delta.view(self.n("DELTA_PLANES"), -1).sum(0)
+            # Rows of a product are whole tiles; a plane of one may be longer than what is added to.
+            d = delta.view(self.n("DELTA_PLANES"), -1).sum(0)[: x.numel()]
             x = x + (OPS["rms_norm"].reference(d, eps, post) if self.n("POST_NORM") else d)
             x = x * scalar if self.n("SCALAR") else x
             assert x_out.data_ptr() != x_in.data_ptr()

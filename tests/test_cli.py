@@ -121,6 +121,7 @@ def assert_refused(result: Result, message: str) -> None:
         ("run -p hi -n 0", "-n 0: expected at least 1, or -1"),
         ("serve --port 99999", "Input should be less than or equal to 65535"),
         ("serve --parallel 0", "Input should be greater than or equal to 1"),
+        ("serve --alias=", "--alias: expected a name"),
         ("serve --timeout 0", "--timeout 0.0: expected more than 0"),
         ("serve --host no.such.host.invalid", "cannot listen on no.such.host.invalid port 8080"),
         ("serve --port 0 -m nofile", "nofile: no such file or directory"),
@@ -172,6 +173,11 @@ def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
     assert_refused(bytefloor("run", "-f", str(tmp_path / "binary")), "not UTF-8 text (byte 2 is 0xff)")
     assert_refused(bytefloor("run", input=b"\xff"), "standard input: not UTF-8 text")
     assert_refused(bytefloor("run", "-p", "caf\udce9"), "-p: not UTF-8 text")
+    for flag in ("--system", "--stop", "--regex", "--json-schema"):
+        assert_refused(bytefloor("run", "-p", "x", flag, "caf\udce9"), f"{flag}: not UTF-8 text (byte 3 is 0xe9)")
+    assert_refused(bytefloor("chat", "--system", "\udce9"), "--system: not UTF-8 text")
+    assert_refused(bytefloor("serve", "--alias", "\udce9"), "--alias: not UTF-8 text")
+    assert_refused(bytefloor("run", "-p", "x", "-m", "~no such user/m.gguf"), "nobody's home directory is known")
 
 
 GOOD = two_tensors()
@@ -196,6 +202,12 @@ def test_a_near_miss_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(GOOD)
     result = bytefloor("run", "-p", "hi", "-m", str(tmp_path / "modle.gguf"))
     assert_refused(result, f"did you mean {tmp_path / 'model.gguf'}?")
+    result = bytefloor("run", "-p", "hi", "-m", str(tmp_path / "nothere.gguf"))
+    assert_refused(result, "nothere.gguf: no such file or directory")
+    assert "did you mean" not in result.stderr
+    (tmp_path / "link.gguf").symlink_to("gone.gguf")
+    result = bytefloor("run", "-p", "hi", "-m", str(tmp_path / "link.gguf"))
+    assert_refused(result, "link.gguf: a link to what is not there")
     assert_refused(bytefloor("run", "-p", "hi", "-m", ""), "name is empty")
     (tmp_path / "nothing").mkdir()
     assert_refused(bytefloor("run", "-p", "hi", "-m", str(tmp_path / "nothing")), "no model in it")
@@ -203,23 +215,6 @@ def test_a_near_miss_is_named(tmp_path: Path) -> None:
 
 def test_a_name_with_a_line_break_is_still_one_line() -> None:
     assert_refused(bytefloor("run", "-p", "hi", "-m", "x\ny/z"), "x y/z: no such file or directory")
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["-c", "1"], "context 1 is out of range: the model was made for 2 to 512 positions"),
-        (["-c", "32k"], "context 32768 is out of range"),
-        (["-c", "2"], "the context holds 2"),
-        (["-p", "x " * 600], "the context holds 512"),
-        (["--stop", ""], "a stop string is empty"),
-        (["--device", "tpu"], "--device tpu: expected auto, cpu or cuda"),
-        (["--raw", "--system", "x"], "--raw was given"),
-        (["--system", "x"], "the model has no chat template"),
-    ],
-)
-def test_what_the_model_cannot_do(model: str, args: list[str], message: str) -> None:
-    assert_refused(bytefloor("run", "-m", model, "-p", "hello", *args), message)
 
 
 def test_cuda_where_there_is_none(model: str) -> None:

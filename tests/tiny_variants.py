@@ -227,6 +227,12 @@ VARIANTS: dict[str, Variant] = {
         },
         spell=_spell_old_rope,
     ),
+    # Rows that no block divides, and no step of a kernel: files hold them in 16 bits.
+    "llama-172": Variant(
+        "llama",
+        {**_LLAMA_TIED, "hidden_size": 172, "intermediate_size": 172, "head_dim": 32},
+        spell=_spell_old_rope,
+    ),
     "qwen3": Variant("qwen3", _QWEN3, spell=_spell_old_rope),
     "qwen3-untied": Variant("qwen3", {**_QWEN3, "tie_word_embeddings": False}, spell=_spell_old_rope),
     "gemma3": Variant("gemma3", _GEMMA3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shlex
@@ -154,10 +155,12 @@ def run(
     """Answer one prompt."""
     with interrupt.at_once():
         from bytefloor.tools.run import RunOptions, answer_once, read_grammar, read_prompt
+        from bytefloor.tools.session import check_texts
 
     if logprobs and not json_output:
         raise RequestError("--logprobs: only --json shows them; add it")
     text = read_prompt(prompt, file)
+    check_texts(system=system, stop=stop, json_schema=json_schema, regex=regex)
     options, sampling = _settings(
         context, device, weights, kv, speculates=not no_speculation, temperature=temp, top_k=top_k, top_p=top_p,
         min_p=min_p, repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
@@ -189,7 +192,9 @@ def chat(
     """Talk with a model, turn by turn; /help inside lists the commands."""
     with interrupt.at_once():
         from bytefloor.tools.chat import ChatOptions, converse
+        from bytefloor.tools.session import check_texts
 
+    check_texts(system=system, stop=stop)
     options, sampling = _settings(
         context, device, weights, kv, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repeat_penalty, seed=seed,
@@ -223,7 +228,9 @@ def serve(
     with interrupt.at_once():
         from bytefloor.server.service import ServerOptions
         from bytefloor.tools.serve import serve_model
+        from bytefloor.tools.session import check_texts
 
+    check_texts(alias=alias)
     options, _ = _settings(context, device, weights, kv, n_sequences=parallel, speculates=not no_speculation)
     origins = tuple(origin.strip() for origin in cors.split(",") if origin.strip())
     allowed = ServerOptions(alias, api_key, origins, timeout, max_body)
@@ -301,19 +308,22 @@ def root(
 
 
 def main() -> None:
-    """Entry point of the ``bytefloor`` command."""
+    """What the ``bytefloor`` command runs."""
     # OpenMP's threads spin between two small operations. Beside another busy process that makes a token 10 to 30 times
     # slower; spinning only a little costs 3 % on an idle machine. Read when torch is imported, so it is set here.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    _open_missing_streams()
+    _mend_streams()
     app()
 
 
-def _open_missing_streams() -> None:
+def _mend_streams() -> None:
     """A stream that the caller closed (``>&-``) is None in Python; whatever then prints would fail or go elsewhere."""
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # Names and texts may hold what a terminal cannot show: that is escaped rather than fatal.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from bytefloor.cli_flags import DeviceOption, KvOption
-from bytefloor.errors import RequestError
 from bytefloor.tools import interrupt
 
 
@@ -34,14 +33,15 @@ def verify(
     with interrupt.at_once():
         from rich.console import Console
 
+        from bytefloor.tools.outputs import check_rows
         from bytefloor.tools.run import read_prompt
         from bytefloor.tools.session import OpeningBar
         from bytefloor.tools.verify import VerifyOptions
         from bytefloor.tools.verify import verify as climb
         from bytefloor.tools.verify_view import show
 
-    if save is not None and not save.parent.is_dir():
-        raise RequestError(f"--save {save}: there is no folder {save.parent}")
+    if save is not None:
+        check_rows(save)
     text = read_prompt(prompt, file) if prompt is not None or file is not None else None
     opening = OpeningBar(Console(stderr=True, highlight=False), model or "the demo model")
     lines = climb(model, VerifyOptions(device, kv, text, ops), opening)

@@ -1,4 +1,4 @@
-"""R07, R08, R10, R12, K13, M11, M12: what a file holds is checked against what its configuration says, by name."""
+"""N09, R07, R08, R10, R12, K13, M11, M12: what a file holds is checked against what its configuration says, by name."""
 
 from __future__ import annotations
 
@@ -277,6 +277,24 @@ def test_experts_and_biases_are_refused_by_their_key(name: str, key: str, value:
     changed = {**text, key: value} if text else value
     with pytest.raises(UnsupportedError, match=f"{key} = {value}: .* not supported"):
         load_model(with_value(checkpoint, "text_config" if text else key, changed))
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_what_no_family_computes_is_refused_by_its_key(name: str, opened: Open) -> None:
+    """N09, S02: a soft cap inside attention, scales of other families, a window of a family that has none."""
+    with pytest.raises(UnsupportedError, match=r"attn_logit_softcapping = 50\.0: .* not supported"):
+        load_model(with_value(opened(name, "safetensors"), "attn_logit_softcapping", 50.0))
+    checkpoint = opened(name, "gguf")
+    prefix = checkpoint.metadata["general.architecture"]
+    values = {"attn_logit_softcapping": 50.0, "attention.scale": 0.9, "attention.clamp_kqv": 8.0}
+    values |= {"embedding_scale": 12.0, "residual_scale": 0.2, "logit_scale": 16.0, "attention.causal": False}
+    if "gemma" not in name:
+        values["attention.sliding_window"] = 4096
+    for key, value in values.items():
+        with pytest.raises(UnsupportedError, match=rf"{prefix}\.{key} = {value}.* not supported"):
+            load_model(with_value(checkpoint, f"{prefix}.{key}", value))
+    for key in ("attention.scale", "residual_scale"):
+        load_model(with_value(checkpoint, f"{prefix}.{key}", 0.0))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "qwen2", "phi3"])

@@ -388,6 +388,22 @@ def test_a_matrix_that_its_file_does_not_fill_is_refused_by_name(make: Make, car
         make(step_of(replace(checkpoint, tensors={**checkpoint.tensors, name: short})), PLAN)
 
 
+@pytest.mark.parametrize("mixture", ["F16", "BF16"])
+def test_rows_that_kernels_do_not_divide_are_refused_by_name(make: Make, card: torch.device, mixture: str) -> None:
+    """G17: 172 columns. Whoever opens the model takes the reference executor then, and says so; of 168 there are."""
+    for width in (172, 168):
+        shape = Shape("llama", width, width, 1, 4, 2, 32, 300, 4096, True, {"rope.freq_base": 1e4})
+        step, ids = step_of(checkpoint_of("odd", shape, mixture, card)), ids_of(40)
+        if width % 8:
+            with pytest.raises(UnsupportedError, match=rf"layers\.0\.attention: .* {width} columns"):
+                make(step, PLAN)
+        else:
+            executor = make(step, PLAN)
+            assert worst_row(rows_of(executor, ids, 1), reference_rows(step, ids, card)) < TIES
+            executor.poison()
+            assert worst_row(rows_of(executor, ids, 40), expected_rows(step, ids, 40, card)) < ROWS
+
+
 @pytest.mark.parametrize("head_size", [72, 528])
 def test_a_head_size_without_a_kernel_is_refused_by_name(make: Make, card: torch.device, head_size: int) -> None:
     """R08"""

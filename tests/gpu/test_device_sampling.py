@@ -189,13 +189,14 @@ def test_cancelled_between_steps(executor: DeviceExecutor) -> None:
         ("defaults", SamplingParams(seed=1)),
         ("greedy", SamplingParams(temperature=0, seed=1)),
         ("top_p alone", SamplingParams(seed=1, top_k=0, min_p=0.0)),
+        ("min_p alone", SamplingParams(seed=1, top_k=0, top_p=1.0)),
         ("defaults and 20 log-probabilities", SamplingParams(seed=1, n_logprobs=20)),
         ("defaults and penalties", SamplingParams(seed=1, repetition_penalty=1.1, frequency_penalty=0.1)),
         ("mirostat", SamplingParams(seed=1, mirostat_tau=5.0)),
     ],
 )
 def test_what_a_token_costs(name: str, p: SamplingParams, capsys: pytest.CaptureFixture) -> None:
-    """Prints microseconds; fails only where something is far off."""
+    """P11: prints microseconds; fails only where something is far off."""
     driven = Driven(p, [1, 2, 3], (), {5}, GEMMA, "cuda", takes_best=p.is_greedy, find_highest=find_by_kernel(GEMMA))
     captured = Captured(driven, 3)
     captured.sample(rows_of("smooth", 1, GEMMA, 3)[0])

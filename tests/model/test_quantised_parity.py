@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Q
 
+from bytefloor.files.checkpoint import open_checkpoint
 from parity import assert_close, logits_of
 from tiny import build_tiny, prompt_ids, reference_logits
 from tiny_gguf import ENCODED_TYPES, RANDOM_BLOCK_TYPES, write_tiny_quant_gguf
@@ -47,6 +48,16 @@ def test_gguf_mixture_in_every_family(tmp_path: Path) -> None:
         oracle = write_tiny_quant_gguf(build_tiny(name, tmp_path / "hf"), path, mixture)
         ids = prompt_ids()
         assert_close(logits_of(path, ids, 64), reference_logits(oracle, ids))
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16], ids=lambda kind: kind.name)
+def test_gguf_whose_rows_no_block_divides(kind: Q, tmp_path: Path) -> None:
+    """G17: 172 columns; what converters put in 16 bits there is read, looked up and multiplied with."""
+    oracle = write_tiny_quant_gguf(build_tiny("llama-172", tmp_path), tmp_path / "q" / "m.gguf", {"*": kind})
+    ids = prompt_ids()
+    assert_close(logits_of(tmp_path / "q" / "m.gguf", ids, 64), reference_logits(oracle, ids))
+    stored = open_checkpoint(tmp_path / "q" / "m.gguf").tensors["blk.0.ffn_down.weight"]
+    assert (stored.shape, stored.format_name) == ((172, 172), kind.name)
 
 
 @pytest.mark.parametrize("override_prefix", PREFIXES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bytefloor.text.chat import ChatTemplate, Message
 from bytefloor.text.tokenizer import Tokenizer
-from text.small_vocabularies import GEMMA3, GEMMA4, GEMMA4_ADDED, LLAMA3, QWEN3, QWEN3_ADDED, byte_level
+from text.small_vocabularies import GEMMA3, GEMMA4, GEMMA4_ADDED, LLAMA3, QWEN3, QWEN3_ADDED, byte_level, sentencepiece
 
 LLAMA3_TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}
@@ -47,6 +47,13 @@ QWEN3_TEMPLATE = """{%- if tools %}
 {%- endif %}
 """
 
+MISTRAL_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- else %}{{- ' ' + message['content'] + eos_token }}{%- endif %}
+{%- endfor %}
+"""
+
 GEMMA_TEMPLATE = """{{- bos_token -}}
 {% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {% for message in messages %}
@@ -73,6 +80,7 @@ QWEN3_TOKENIZER = Tokenizer.from_gguf(
 GEMMA3_TOKENIZER = Tokenizer.from_gguf(
     byte_level(GEMMA3, pre="gpt-2", architecture="gemma3", bos_token_id="<bos>", eos_token_id="<eos>")
 )
+SPM_TOKENIZER = Tokenizer.from_gguf(sentencepiece())
 GEMMA4_TOKENIZER = Tokenizer.from_gguf(
     byte_level(GEMMA4, GEMMA4_ADDED, pre="gpt-2", architecture="gemma4", bos_token_id="<bos>", eos_token_id="<eos>")
 )

@@ -14,10 +14,12 @@ from small_chats import (
     LLAMA3_CHAT,
     LLAMA3_TEMPLATE,
     LLAMA3_TOKENIZER,
+    MISTRAL_TEMPLATE,
     OPENING_CHAT,
     QWEN3_CHAT,
     QWEN3_TEMPLATE,
     QWEN3_TOKENIZER,
+    SPM_TOKENIZER,
 )
 from small_vocabularies import LLAMA3, QWEN3, byte_level
 
@@ -186,8 +188,10 @@ def test_no_message_at_all_makes_a_control_token(parts: list[str]) -> None:
         (GEMMA3_TOKENIZER, GEMMA_TEMPLATE, 1),
         (GEMMA3_TOKENIZER, GEMMA_TEMPLATE.replace("{{- bos_token -}}", ""), 1),
         (QWEN3_TOKENIZER, QWEN3_TEMPLATE, 0),
+        (SPM_TOKENIZER, MISTRAL_TEMPLATE, 1),
+        (SPM_TOKENIZER, MISTRAL_TEMPLATE.replace("{{- bos_token }}", ""), 1),
     ],
-    ids=["llama3", "llama3-silent", "gemma", "gemma-silent", "qwen3"],
+    ids=["llama3", "llama3-silent", "gemma", "gemma-silent", "qwen3", "mistral", "mistral-silent"],
 )
 def test_a_prompt_has_exactly_the_bos_that_the_file_asks_for(tokenizer: Tokenizer, source: str, n_bos: int) -> None:
     """T03."""

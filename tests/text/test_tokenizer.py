@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_vocabularies import (
     BYTE,
+    CONTROL,
     GEMMA3,
     GEMMA4,
     GEMMA4_ADDED,
@@ -16,6 +17,7 @@ from small_vocabularies import (
     QWEN3,
     QWEN3_ADDED,
     UNUSED,
+    USER_DEFINED,
     byte_level,
     id_of,
     merge_slowly,
@@ -344,6 +346,26 @@ def test_every_single_token_decodes(metadata: dict) -> None:
         assert isinstance(tokenizer.token_text(id), str)
         stream = tokenizer.stream()
         assert stream.push(id) + stream.finish() == tokenizer.decode([id])
+
+
+def test_tokens_that_are_no_text_keep_their_bytes_and_are_never_encoded() -> None:
+    """T11: of every kind, in both vocabularies; a merge that speaks of one is left out."""
+    odd = "a\udcffb"
+    for metadata in (byte_level(LLAMA3, QWEN3_ADDED), sentencepiece()):
+        for kind in (NORMAL, USER_DEFINED, CONTROL, UNUSED):
+            changed = {**metadata}
+            changed["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], odd]
+            changed["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], kind]
+            if "tokenizer.ggml.scores" in metadata:
+                changed["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], 0.0]
+            else:
+                changed["tokenizer.ggml.merges"] = [*metadata["tokenizer.ggml.merges"], "a \udcffb"]
+            tokenizer, plain = Tokenizer.from_gguf(changed), Tokenizer.from_gguf(metadata)
+            id = tokenizer.n_tokens - 1
+            assert tokenizer.token_bytes(id) == b"a\xffb"
+            assert tokenizer.token_text(id) == "a\ufffdb"
+            assert tokenizer.encode("hello a ab") == plain.encode("hello a ab")
+            assert id not in tokenizer.encode(odd, parse_special=kind != CONTROL)
 
 
 def test_lone_surrogates_become_replacement_characters() -> None:

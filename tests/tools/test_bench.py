@@ -269,7 +269,7 @@ def test_a_limit_that_no_kernel_measured_is_a_note(
         ("-n 0", "-n 0: expected at least 1"),
         ("-r 0", "-r 0: expected at least 1"),
         ("-o xml", "-o xml: expected md, json or csv"),
-        ("--save no/such/folder/rows.json", "no/such/folder/rows.json: No such file"),
+        ("--save no/such/folder/rows.json", "no/such/folder/rows.json: cannot be written: there is no folder"),
         ("-m no.gguf", "no.gguf: no such file"),
         ("-n 4 kernels", "-n: stands before kernels; see bytefloor bench kernels -h"),
         ("kernels -r 0", "-r 0: expected at least 1"),

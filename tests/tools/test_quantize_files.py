@@ -130,7 +130,7 @@ def test_fp4_and_fp8_directories_are_read_back_as_planned(name, matches, method,
 
 
 def test_substitutes_are_written_and_run(tmp_path):
-    """Rows of 128 and 192: K-quants fit none, groups of 128 not all."""
+    """Rows of 128 and 192: K-quants fit none, groups of 128 not all. Of 172 (G17): no block fits."""
     small = build_tiny("qwen3", tmp_path / "tiny")
     job, _ = quantize(small.directory, tmp_path / "out.gguf", "Q4_K_M")
     found = {tensor.format_name for tensor in open_checkpoint(tmp_path / "out.gguf").tensors.values()}
@@ -140,6 +140,13 @@ def test_substitutes_are_written_and_run(tmp_path):
     job, _ = quantize(small.directory, tmp_path / "out", "affine-8b", group=128)
     assert {planned.format_name for planned in job.plan.substitutions} == {"affine-8b-g64"}
     runs(tmp_path / "out", small, 0.1)
+    odd = build_tiny("llama-172", tmp_path / "tiny")
+    quantize(odd.directory, tmp_path / "odd.gguf", "Q4_K_M")
+    kinds = {name: t.format_name for name, t in open_checkpoint(tmp_path / "odd.gguf").tensors.items()}
+    assert kinds["blk.0.ffn_down.weight"] == kinds["token_embd.weight"] == "F16"
+    # o has heads of 32 for columns.
+    assert kinds["blk.0.attn_output.weight"] == "Q5_0"
+    runs(tmp_path / "odd.gguf", odd, 0.1)
 
 
 def test_every_gguf_type_can_be_a_source(model, tmp_path):

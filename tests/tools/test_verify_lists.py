@@ -267,7 +267,7 @@ def parts_of(directory: Path) -> tuple[Any, Any]:
         (("--ops", "9..3"), "expected the first before the last"),
         (("--kv", "int4"), "--kv int4: expected"),
         (("-p", "a", "-f", "b"), "both -p and -f"),
-        (("--save", "/no/such/folder/x.json"), "there is no folder"),
+        (("--save", "/no/such/folder/x.json"), "/no/such/folder/x.json: cannot be written: there is no folder"),
     ],
 )
 def test_wrong_usage_is_status_2(tmp_path: Path, words: tuple[str, ...], complaint: str) -> None:

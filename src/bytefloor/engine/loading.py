@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,19 +66,12 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model ready to answer. template is None for a file that brings no chat template.
-
-    kv: what the cache keeps.
-    """
+class Legible:
+    """A model but for its weights. template is None for a file that brings no chat template."""
 
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    engine: Engine
-    device: torch.device
-    notices: tuple[str, ...]
-    kv: str
 
     @property
     def detects_loops(self) -> bool:
@@ -90,6 +84,20 @@ class Opened:
             return self.template
         config = self.model.config
         return ChatTemplate.for_tokenizer(self.tokenizer, config.family, bare_model_turn=config.per_layer_width > 0)
+
+
+@dataclass(frozen=True)
+class Opened(Legible):
+    """A model ready to answer. kv: what the cache keeps."""
+
+    engine: Engine
+    device: torch.device
+    notices: tuple[str, ...]
+    kv: str
+
+
+Look = Callable[[Legible, int], None]
+"""What is told of a model, and of the positions that a sequence may have, before weights are read."""
 
 
 def check_kv(kv: str | None) -> None:
@@ -105,25 +113,32 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint.directory or checkpoint.path.parent, checkpoint.metadata)
 
 
-def open_engine(source: Path | Checkpoint, options: EngineOptions, progress: Progress | None = None) -> Opened:
-    """Reads headers, builds the tokenizer, loads the weights. Refuses before it allocates what does not fit."""
+def open_engine(
+    source: Path | Checkpoint, options: EngineOptions, progress: Progress | None = None, look: Look | None = None
+) -> Opened:
+    """Reads headers, builds the tokenizer, loads the weights. Refuses before it allocates what does not fit.
+
+    look: raises where what is to be asked makes no sense to this model: nobody waits for weights to hear that.
+    """
     device = choose_device(options.device)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     model = load_model(checkpoint)
     tokenizer = open_tokenizer(checkpoint)
     context = choose_context(options.context, model)
+    has_template = tokenizer.chat_template is not None
+    template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
+    if look is not None:
+        look(Legible(model, tokenizer, template), context)
     room = Room(context, options.chunk, options.n_sequences, options.n_snapshots, options.positions)
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
-    shorter = "a shorter context (-c) needs less"
-    narrower = "a shorter context (-c) or --weights bf16 needs less"
-    fewer = shorter if options.kv in ("int8", "fp8") else "a shorter context (-c) or --kv int8 needs less"
-    advice = Advice(kernels=fewer, reference=narrower if options.weights == "float32" else shorter)
+    shorter = "a shorter context (-c)" if options.n_sequences == 1 else "a shorter context (-c), fewer at once"
+    narrower = f"{shorter} or --weights bf16 needs less"
+    fewer = f"{shorter} needs less" if options.kv in ("int8", "fp8") else f"{shorter} or --kv int8 needs less"
+    advice = Advice(kernels=fewer, reference=narrower if options.weights == "float32" else f"{shorter} needs less")
     executor, notices = make_executor(
         model, room, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv,
         MOST_DRAFT_ROWS if options.speculates else 1,
     )  # fmt: skip
-    has_template = tokenizer.chat_template is not None
-    template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     speculation = Speculation(executor.most_draft_rows) if options.speculates else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size, speculation)
     told = (*checkpoint.notices, *tokenizer.notices, *notices)

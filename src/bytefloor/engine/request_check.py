@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bytefloor.engine.request import EmbeddingRequest, Request
 from bytefloor.errors import RequestError
+from bytefloor.text.stop import StopMatcher
 from bytefloor.text.tokenizer import Tokenizer
 
 
@@ -26,6 +27,7 @@ def check_request(
             f"the prompt has {n_prompt} tokens, the context holds {capacity}, of which one must be left "
             "for the answer; shorten the prompt or raise -c"
         )
+    StopMatcher(request.stops)
     if request.max_tokens is not None and request.max_tokens < 1:
         raise RequestError(f"max_tokens is {request.max_tokens}, expected at least 1")
     if request.grammar is not None and request.ignores_end:

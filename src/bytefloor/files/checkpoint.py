@@ -27,7 +27,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if path.is_dir():
         return _open_directory(path)
     if not path.exists():
-        raise FileError(f"{path}: no such file or directory{suggestion(path)}")
+        what = "a link to what is not there" if path.is_symlink() else f"no such file or directory{suggestion(path)}"
+        raise FileError(f"{path}: {what}")
     if not path.is_file():
         raise FileError(f"{path}: not a regular file")
     head = _head(path)
@@ -73,8 +74,14 @@ def suggestion(path: Path) -> str:
         names = []
     if not names:
         return ""
-    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    # Endings that all have would make everything alike.
+    by_stem = {_stem(name): name for name in names}
+    near = [by_stem[stem] for stem in difflib.get_close_matches(_stem(path.name), by_stem, n=3, cutoff=0.6)]
     return f"; did you mean {' or '.join(str(parent / name) for name in near)}?" if near else ""
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".gguf").removesuffix(".safetensors")
 
 
 def _open_directory(directory: Path) -> Checkpoint:

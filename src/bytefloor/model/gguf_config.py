@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bytefloor.errors import FileError, UnsupportedError
+from bytefloor.errors import FileError
 from bytefloor.model import rope_tables
 from bytefloor.model.config import LayerConfig, ModelConfig, Rope, shared_kv_sources
 from bytefloor.model.gguf_keys import ROPE_FREQS, Keys
@@ -15,6 +15,7 @@ GEMMA3_27B_LAYERS = 62
 
 def _uniform(keys: Keys, rope: Rope, head_size: int) -> tuple[LayerConfig, ...]:
     """Layers that are all alike but for what arrays in the file say."""
+    keys.no_window()
     n_layers = keys.n_layers()
     heads = keys.per_layer("attention.head_count", n_layers)
     kv_heads = keys.per_layer("attention.head_count_kv", n_layers, heads[0])
@@ -66,8 +67,6 @@ def _sliding_pattern(keys: Keys, n_layers: int, default_period: int) -> list[boo
 
 def read_gemma3(keys: Keys) -> ModelConfig:
     """The linear factor is for global layers only."""
-    if keys.get("attn_logit_softcapping"):
-        raise UnsupportedError(f"attn_logit_softcapping = {keys.get('attn_logit_softcapping')} is not supported")
     n_layers, n_heads = keys.n_layers(), keys.integer("attention.head_count")
     head_size = keys.head_size(n_heads)
     keys.full_rotation("rope.dimension_count", head_size)

@@ -10,6 +10,16 @@ from bytefloor.model import rope_tables
 from bytefloor.model.values import Values
 
 ROPE_FREQS = "rope_freqs.weight"
+MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attn_logit_softcapping": (0,),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "attention.causal": (True,),
+}
+"""Keys that would change what is computed, which no family here reads, and the values that change nothing."""
 
 
 class Keys(Values):
@@ -22,6 +32,9 @@ class Keys(Values):
         self.checkpoint = checkpoint
         if self.get("expert_count", 0):
             raise UnsupportedError(f"{self.get('expert_count')} experts: mixture-of-experts models are not supported")
+        for key, neutral in MUST_BE_NEUTRAL.items():
+            if self.get(key, neutral[0]) not in neutral:
+                raise UnsupportedError(f"{prefix}{key} = {self.get(key)} is not supported")
 
     def n_layers(self) -> int:
         """block_count."""
@@ -69,6 +82,11 @@ class Keys(Values):
         rotated = self.integer(key, head_size)
         if rotated != head_size:
             raise UnsupportedError(str(self.wrong(key, rotated, f"the whole head of {head_size}")))
+
+    def no_window(self) -> None:
+        """These families have no sliding layers in GGUF: a window is honoured or refused, never ignored."""
+        if found := self.get("attention.sliding_window"):
+            raise UnsupportedError(f"{self.prefix}attention.sliding_window = {found}: sliding layers are not supported")
 
     def common(self) -> dict[str, Any]:
         """The fields that every family reads alike."""

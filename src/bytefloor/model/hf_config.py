@@ -109,9 +109,8 @@ def _qwen3_types(keys: Keys, n_layers: int) -> list[str]:
 
 def read_gemma3(keys: Keys) -> ModelConfig:
     """Five sliding layers to one global; sliding ones turn with their own base and are never scaled."""
-    for key in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if keys.get(key):
-            raise UnsupportedError(f"{key} = {keys.get(key)} is not supported")
+    if found := keys.get("use_bidirectional_attention"):
+        raise UnsupportedError(f"use_bidirectional_attention = {found} is not supported")
     n_layers, head_size = keys.n_layers(26), keys.integer("head_dim", 256)
     period = keys.integer("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
     types = keys.layer_types(n_layers, _by_period(n_layers, period))

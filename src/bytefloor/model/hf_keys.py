@@ -17,14 +17,16 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
 }
 LAYER_TYPES = ("sliding_attention", "full_attention")
-MUST_BE_FALSY = (
-    "attention_bias",
-    "mlp_bias",
-    "enable_moe_block",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)
+MUST_BE_FALSY = {
+    "attention_bias": "biases are",
+    "mlp_bias": "biases are",
+    "enable_moe_block": "mixture-of-experts layers are",
+    "num_experts": "mixture-of-experts layers are",
+    "num_local_experts": "mixture-of-experts layers are",
+    "n_routed_experts": "mixture-of-experts layers are",
+    "attn_logit_softcapping": "a soft cap of attention's scores is",
+}
+"""What no family here computes, and how an error says so."""
 
 
 class Keys(Values):
@@ -39,10 +41,9 @@ class Keys(Values):
         super().__init__({**root, **text} if isinstance(text, Mapping) else dict(root))
         self.checkpoint = checkpoint
         self.model_type = str(self.get("model_type", ""))
-        for key in MUST_BE_FALSY:
+        for key, what in MUST_BE_FALSY.items():
             if self.get(key):
-                what = "mixture-of-experts layers" if "expert" in key or "moe" in key else "biases"
-                raise UnsupportedError(f"{key} = {self.get(key)}: {what} are not supported")
+                raise UnsupportedError(f"{key} = {self.get(key)}: {what} not supported")
 
     def n_layers(self, default: int | None = None) -> int:
         """num_hidden_layers."""

@@ -141,11 +141,17 @@ def carry_out(job: Job, out: Path, importances: Importances, device: torch.devic
     FileError where it is read back otherwise: then it is removed.
     """
     refuse_taken(job, out)
-    if job.is_gguf:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save_gguf(out, job.plan, job.metadata, importances, device, told)
-    else:
-        _save_directory(job, out, importances, device, told)
+    try:
+        if job.is_gguf:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            save_gguf(out, job.plan, job.metadata, importances, device, told)
+        else:
+            _save_directory(job, out, importances, device, told)
+    except BrokenPipeError:
+        raise  # whoever reads what is printed has gone
+    except OSError as error:
+        # A disk that is full says nothing of whose file it was.
+        raise FileError(f"{error.filename or out}: cannot be written: {error.strerror}") from None
     try:
         _check_written(job, out)
     except BytefloorError as error:

@@ -88,7 +88,8 @@ def _refuse_idle_rules(target: Target, tensors: Sequence[Outgoing]) -> None:
     for rule in target.rules:
         if not any(tensor.is_matrix and _fits(rule.pattern, tensor) for tensor in tensors):
             example = next((tensor for tensor in tensors if tensor.is_matrix), None)
-            like = f"; names look like {example.name} or {example.stored.name}" if example is not None else ""
+            names = dict.fromkeys((example.name, example.stored.name)) if example is not None else ()
+            like = f"; names look like {' or '.join(names)}" if names else ""
             raise RequestError(f"--match {rule.pattern}: fits no matrix of this model{like}")
 
 

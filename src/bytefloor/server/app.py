@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -40,6 +39,7 @@ from bytefloor.server.responses_chat import ask_response
 from bytefloor.server.sampling import SAMPLING_NAMES
 from bytefloor.server.served import Served
 from bytefloor.server.service import Service
+from bytefloor.server.wire import to_json
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 LITTLE = 4096
@@ -90,7 +90,7 @@ def create_app(service: Service) -> Starlette:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(to_json(value), status, media_type="application/json")
 
 
 def _failed(answer: Told, refusal: Refusal, request: Request) -> bytes:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from bytefloor.server.wire import to_json
+
 T = TypeVar("T")
 Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
@@ -20,7 +22,7 @@ def event(value: dict[str, Any]) -> bytes:
     """A value as an event, named where the value says its type."""
     kind = value.get("type")
     name = f"event: {kind}\n".encode() if isinstance(kind, str) else b""
-    return name + b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return name + b"data: " + to_json(value) + b"\n\n"
 
 
 def events(values: Iterable[dict[str, Any]]) -> bytes:

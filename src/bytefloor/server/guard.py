@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from bytefloor.server.log import request_id
 from bytefloor.server.metrics import Metrics
 from bytefloor.server.page import FILES
 from bytefloor.server.refusal import Refusal
+from bytefloor.server.wire import to_json
 
 LOG = logging.getLogger("bytefloor.server")
 PUBLIC = {"/health", *FILES}
@@ -42,8 +42,7 @@ def refused(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = 
     if refusal.status in (500, 504):
         headers["x-should-retry"] = "false"
     status = status_of(refusal) if is_anthropic(scope["path"]) else refusal.status
-    body = msgspec.json.encode(error_body(refusal, scope))
-    return Response(body, status, headers, media_type="application/json")
+    return Response(to_json(error_body(refusal, scope)), status, headers, media_type="application/json")
 
 
 def failure(error: Exception) -> Refusal:

@@ -36,6 +36,8 @@ class ServerOptions:
         for flag, value in (("--timeout", self.timeout_s), ("--max-body", self.max_body_bytes)):
             if not value > 0:
                 raise RequestError(f"{flag} {value}: expected more than 0")
+        if self.name is not None and not self.name.strip():
+            raise RequestError("--alias: expected a name")
         if self.api_key is not None and not (self.api_key.strip() == self.api_key != "" and self.api_key.isascii()):
             raise RequestError("--api-key: expected a key of ASCII characters without spaces around it")
 

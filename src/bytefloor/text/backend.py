@@ -120,11 +120,7 @@ def _merges_by_score(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tu
     """
     if len(scores) != len(vocabulary):
         raise FileError(f"tokenizer.ggml.scores has {len(scores)} entries, expected {len(vocabulary)} (one a token)")
-    ranked = [
-        (-score, text)
-        for text, kind, score in zip(vocabulary.texts, vocabulary.kinds, scores, strict=True)
-        if kind == Kind.NORMAL
-    ]
+    ranked = [(-scores[id], text) for id, text, kind in vocabulary.spellable() if kind == Kind.NORMAL]
     ranked.sort(key=lambda pair: pair[0])
     known = {text for _, text in ranked}
     return [
@@ -147,11 +143,7 @@ def _bpe(vocabulary: Vocabulary, merges: list[tuple[str, str]], *, byte_fallback
     )
     backend = Backend(model)
     backend.add_tokens(
-        [
-            AddedToken(text, normalized=False)
-            for text, kind in zip(vocabulary.texts, vocabulary.kinds, strict=True)
-            if kind == Kind.USER_DEFINED and text
-        ]
+        [AddedToken(text, normalized=False) for _, text, kind in vocabulary.spellable() if kind == Kind.USER_DEFINED]
     )
     return backend
 
@@ -160,8 +152,8 @@ def _plain_ids(vocabulary: Vocabulary) -> dict[str, int]:
     """Tokens that plain text can become. Where a text occurs twice, the first is meant."""
     plain = (Kind.NORMAL, Kind.BYTE, Kind.USER_DEFINED)
     ids: dict[str, int] = {}
-    for id, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.kinds, strict=True)):
-        if kind in plain and text and text not in ids:
+    for id, text, kind in vocabulary.spellable():
+        if kind in plain and text not in ids:
             ids[text] = id
     return ids
 

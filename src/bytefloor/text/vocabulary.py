@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -34,6 +34,8 @@ TURN_ENDERS = frozenset(
 _STRUCTURE = re.compile(r"<\|[^\s<>|]{1,40}\|?>|<[^\s<>|]{1,40}\|>|</?(think|tool_call|tool_response)>")
 _PADDING = re.compile(r"\[PAD\d+\]|<\|?unused_?\d+\|?>")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: How a string holds a byte that is no text.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 SPACE = "\u2581"  # how sentencepiece spells a space
 
@@ -94,6 +96,14 @@ class Vocabulary:
         unused = frozenset(id for id, kind in enumerate(self.kinds) if kind == Kind.UNUSED)
         object.__setattr__(self, "unused", unused)
 
+    def spellable(self) -> Iterator[tuple[int, str, Kind]]:
+        """(id, text, kind) of every token whose text is text: no other can come of a text that is encoded."""
+        # Hardly any file has one that is not, so that one search is enough.
+        has_others = _SURROGATE.search("".join(self.texts)) is not None
+        for id, (text, kind) in enumerate(zip(self.texts, self.kinds, strict=True)):
+            if text and not (has_others and _SURROGATE.search(text)):
+                yield id, text, kind
+
     def missing_bytes(self) -> list[int]:
         """Bytes of ordinary text that no token spells: encoding would silently lose them.
 
@@ -127,13 +137,21 @@ class Vocabulary:
         if kind == Kind.BYTE and (match := _BYTE.fullmatch(text)):
             return bytes([int(match[1], 16)])
         if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNUSED):
-            return text.encode("utf-8", errors="replace")
+            return raw_bytes(text)
         if not self.is_byte_level:
-            return text.replace(SPACE, " ").encode("utf-8", errors="replace")
+            return raw_bytes(text.replace(SPACE, " "))
         try:
             return bytes([_LETTER_BYTES[letter] for letter in text])
         except KeyError:  # an added token that was not marked as one: its text is what it says
-            return text.encode("utf-8", errors="replace")
+            return raw_bytes(text)
+
+
+def raw_bytes(text: str) -> bytes:
+    """A token's bytes as its file has them, text or not."""
+    try:
+        return text.encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError:  # a half of a surrogate pair, which JSON can spell
+        return text.encode("utf-8", errors="replace")
 
 
 class ControlFinder:

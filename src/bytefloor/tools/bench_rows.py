@@ -19,6 +19,7 @@ import torch
 
 from bytefloor.engine.stream_limit import StreamLimit, measure_stream_limit
 from bytefloor.engine.tensor_peak import measure_tensor_peak
+from bytefloor.tools.outputs import check_rows, write_rows
 
 PERCENTAGES = ("share", "share_of_peak", "attention_share", "tok_s_spread", "us_spread")
 """Fields that a table for people shows so."""
@@ -92,22 +93,21 @@ class Row(Measured):
 class RowWriter:
     """Prints a row as it comes (JSON, which is one list, at the end) and keeps the file of all rows up to date.
 
-    output: md, json, csv or none. save: a file for all rows as JSON; it is opened at once, so that a path that cannot
-    be written costs no measurement, and replaced by the first row.
+    output: md, json, csv or none. save: a file for all rows as JSON, which the first row replaces.
     """
 
     def __init__(self, output: str, save: Path | None) -> None:
         self._output, self._save = output, save
         self._rows: list[dict[str, Any]] = []
         if save is not None:
-            save.open("a").close()
+            check_rows(save)
 
     def add(self, row: Measured) -> None:
         """Show and keep a row."""
         fields = asdict(row)
         self._rows.append(fields)
         if self._save is not None:
-            self._save.write_text(json.dumps(self._rows, indent=1) + "\n")
+            write_rows(self._save, self._rows)
         if self._output == "csv":
             self._print_csv(fields)
         elif self._output == "md":

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bytefloor.engine.loading import EngineOptions, Opened
+from bytefloor.engine.loading import EngineOptions, Legible, Opened
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import BytefloorError, RequestError
 from bytefloor.text.chat import Message
+from bytefloor.text.stop import StopMatcher
 from bytefloor.tools.run import Printer
 from bytefloor.tools.session import Answer, as_text, count_tokens, open_with_progress, stream_answer, summary, write
 
@@ -159,7 +160,13 @@ def _leave(_: str) -> None:
 def converse(model: str | None, options: EngineOptions, asked: ChatOptions) -> None:
     """Read questions until the user leaves. Ctrl-C on a terminal drops the line that is being typed."""
     count_tokens(asked.n_tokens)
-    conversation = Conversation(open_with_progress(model, options), asked)
+    StopMatcher(asked.stops)
+
+    def look(legible: Legible, _: int) -> None:
+        if not legible.chat_template().supports_thinking and asked.thinking:
+            raise RequestError("--thinking: the model's chat template has no thinking to turn on")
+
+    conversation = Conversation(open_with_progress(model, options, look), asked)
     _introduce(conversation)
     read = _reader()
     while True:

@@ -25,7 +25,10 @@ def find_model(name: str | None) -> Path:
         return find_demo()
     if not name:
         raise RequestError(f"the model's name is empty; {DEMO_ADVICE}")
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise FileError(f"{name}: nobody's home directory is known by that name") from None
     if path.exists() or not _looks_like_repo(name):
         if not path.exists() and re.fullmatch(r"[\w:-]+", name):
             _refuse_bare(name)

@@ -18,7 +18,7 @@ from bytefloor.tools.bench import main_format
 from bytefloor.tools.bench_rows import Measured, origin, say
 from bytefloor.tools.divergence import Divergence, Estimate, perplexity_of, summarise
 from bytefloor.tools.packages import require
-from bytefloor.tools.saved_base import BaseHeader, BaseReader, BaseWriter, is_saved_base
+from bytefloor.tools.saved_base import BaseHeader, BaseReader, BaseWriter, check_base, is_saved_base
 from bytefloor.tools.scoring import Runner, SavedBase, Scores, Show, Source, open_source, score
 from bytefloor.tools.session import as_text
 from bytefloor.tools.windows import Windows, cut_in_chunks, cut_with_stride, digest, first_windows
@@ -132,6 +132,8 @@ def _check(options: PerplexityOptions) -> None:
         raise RequestError(f"--by {options.by}: expected {' or '.join(BY)}")
     if options.base is not None and options.save_base is not None:
         raise RequestError("both --base and --save-base were given: a base is saved of one model alone")
+    if options.save_base is not None:
+        check_base(options.save_base)
     if options.is_chat and options.stride is not None:
         raise RequestError("--stride says nothing to --chat: each assistant's turn counts once")
 

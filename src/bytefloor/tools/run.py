@@ -8,8 +8,9 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bytefloor.engine.loading import EngineOptions, Opened
+from bytefloor.engine.loading import EngineOptions, Legible, Opened
 from bytefloor.engine.request import Request
+from bytefloor.engine.request_check import check_request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.errors import FileError, RequestError
 from bytefloor.text.chat import ChatPrompt, Message
@@ -76,29 +77,25 @@ def _read(file: Path) -> str:
         raise FileError(f"{file}: cannot be read: {error.strerror}") from None
 
 
-def compiled(opened: Opened, prompt: ChatPrompt, asked: Asked | None) -> Grammar | None:
+def compiled(legible: Legible, prompt: ChatPrompt, asked: Asked | None) -> Grammar | None:
     """For the answer to this prompt; a thought before it is free."""
     if asked is None:
         return None
-    return compile_grammar(opened.tokenizer, *asked).behind(prompt.reasoning_tags, is_open=prompt.is_thought_open)
+    return compile_grammar(legible.tokenizer, *asked).behind(prompt.reasoning_tags, is_open=prompt.is_thought_open)
 
 
 def answer_once(model: str | None, text: str, options: EngineOptions, asked: RunOptions) -> int:
     """Prints the answer as it comes; the exit status, 1 if it ended in an error and 130 after Ctrl-C."""
     n_tokens = count_tokens(asked.n_tokens)
-    opened = open_with_progress(model, options)
-    prompt = make_prompt(opened, text, asked)
-    grammar = compiled(opened, prompt, asked.grammar)
-    request = Request(
-        prompt_ids=tuple(prompt.ids),
-        max_tokens=n_tokens,
-        sampling=asked.sampling,
-        stops=asked.stops,
-        detects_loops=opened.detects_loops,
-        shown_ids=prompt.keep_special,
-        grammar=grammar,
-        thinking=prompt.thinking,
-    )
+    made: list[tuple[ChatPrompt, Request]] = []
+
+    def look(legible: Legible, context: int) -> None:
+        prompt, request = make_request(legible, text, asked, n_tokens)
+        check_request(request, context, legible.model.config.vocabulary_size, legible.tokenizer)
+        made.append((prompt, request))
+
+    opened = open_with_progress(model, options, look)
+    prompt, request = made[0]
     show = (lambda channel, piece: None) if asked.is_json else Printer()
     answer = stream_answer(opened.engine, request, prompt.splitter(), show)
     if asked.is_json:
@@ -111,17 +108,34 @@ def answer_once(model: str | None, text: str, options: EngineOptions, asked: Run
     return {"error": 1, "cancelled": interrupt.STATUS}.get(answer.finish.reason, 0)
 
 
-def make_prompt(opened: Opened, text: str, asked: RunOptions) -> ChatPrompt:
+def make_request(legible: Legible, text: str, asked: RunOptions, n_tokens: int | None) -> tuple[ChatPrompt, Request]:
+    """The prompt, and what the engine is asked about it."""
+    prompt = make_prompt(legible, text, asked)
+    grammar = compiled(legible, prompt, asked.grammar)
+    request = Request(
+        prompt_ids=tuple(prompt.ids),
+        max_tokens=n_tokens,
+        sampling=asked.sampling,
+        stops=asked.stops,
+        detects_loops=legible.detects_loops,
+        shown_ids=prompt.keep_special,
+        grammar=grammar,
+        thinking=prompt.thinking,
+    )
+    return prompt, request
+
+
+def make_prompt(legible: Legible, text: str, asked: RunOptions) -> ChatPrompt:
     """Through the file's chat template; as it is with --raw, or where the file brings none."""
-    if asked.is_raw or opened.template is None:
+    if asked.is_raw or legible.template is None:
         if any(each is not None for each in (asked.system, asked.thinking, asked.thinking_budget)):
             why = "--raw was given" if asked.is_raw else "the model has no chat template"
             raise RequestError(f"--system, --thinking and --reasoning-budget need a chat template, and {why}")
-        return ChatPrompt.plain(text, opened.tokenizer.encode(text))
+        return ChatPrompt.plain(text, legible.tokenizer.encode(text))
     messages = [Message("user", text)]
     if asked.system is not None:
         messages.insert(0, Message("system", asked.system))
-    return opened.template.prepare(messages, thinking=asked.thinking, thinking_budget=asked.thinking_budget)
+    return legible.template.prepare(messages, thinking=asked.thinking, thinking_budget=asked.thinking_budget)
 
 
 class Printer:

@@ -9,9 +9,9 @@ as it was, and best the most probable token. docs/perplexity.md says how near th
 from __future__ import annotations
 
 import json
-import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bytefloor.errors import FileError
+from bytefloor.tools.outputs import check_output, draft_of
 
 MAGIC = b"bytefloor base 1"
 LARGEST_CODE = 2**16 - 1
@@ -65,6 +66,13 @@ def is_saved_base(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def check_base(path: Path) -> None:
+    """See `check_output`. A base is moved to its place, which a device or a pipe would lose."""
+    if path.exists() and not path.is_file():
+        raise FileError(f"{path}: cannot be written: it is no file")
+    check_output(path, MAGIC, "a saved base")
+
+
 def row_type(n_vocabulary: int) -> np.dtype[Any]:
     """One prediction in the file."""
     codes = ("codes", "<u2", (n_vocabulary,))
@@ -76,23 +84,31 @@ class BaseWriter:
 
     def __init__(self, path: Path, header: BaseHeader) -> None:
         self._path, self._header, self._n_rows = path, header, 0
-        self._draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            self._file: BinaryIO = self._draft.open("wb")
-        except OSError as error:
-            raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+        self._draft = draft_of(path)
         text = json.dumps(asdict(header)).encode()
-        self._file.write(MAGIC + _number(len(text)) + _number(zlib.crc32(text)) + text)
+        with self._told():
+            self._file: BinaryIO = self._draft.open("wb")
+            self._file.write(MAGIC + _number(len(text)) + _number(zlib.crc32(text)) + text)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Errors of the system name the file."""
+        try:
+            yield
+        except OSError as error:
+            raise FileError(f"{self._path}: cannot be written: {error.strerror}") from None
 
     def __enter__(self) -> BaseWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
-        if kind is None and self._n_rows == self._header.n_rows:
-            self._draft.replace(self._path)
-        else:
-            self._draft.unlink()
+        try:
+            with self._told():
+                self._file.close()
+                if kind is None and self._n_rows == self._header.n_rows:
+                    self._draft.replace(self._path.resolve())
+        finally:
+            self._draft.unlink(missing_ok=True)
 
     def add(self, log_p: Tensor, targets: Tensor) -> None:
         """The next predictions: float64 [n, V] and the right tokens, int64 [n]."""
@@ -107,7 +123,8 @@ class BaseWriter:
         rows["best"] = log_p.argmax(-1).cpu().numpy()
         rows["codes"] = codes.int().cpu().numpy()
         rows["crc"] = [_checksum(row) for row in rows]
-        self._file.write(rows.tobytes())
+        with self._told():
+            self._file.write(rows.tobytes())
         self._n_rows += len(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from bytefloor.engine.engine import Engine
-from bytefloor.engine.loading import EngineOptions, Opened, choose_device, open_engine
+from bytefloor.engine.loading import EngineOptions, Look, Opened, choose_device, open_engine
 from bytefloor.engine.progress import LOADING
 from bytefloor.engine.request import Delta, Finish, Request
 from bytefloor.engine.sampler import Sampled
@@ -57,8 +58,8 @@ class OpeningBar:
         self.bar.update(self._task, description=stage, amount=amount, completed=done, total=total)
 
 
-def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
-    """Notices and the bar go to standard error, so that standard output is the answer alone."""
+def open_with_progress(name: str | None, options: EngineOptions, look: Look | None = None) -> Opened:
+    """Notices and the bar go to standard error, so that standard output is the answer alone. look: as `open_engine`."""
     source: Path | Checkpoint
     if is_synthetic(name):
         assert name is not None
@@ -68,7 +69,7 @@ def open_with_progress(name: str | None, options: EngineOptions) -> Opened:
         shown = source.name
     opening = OpeningBar(Console(stderr=True, highlight=False), shown)
     with opening.bar:
-        opened = open_engine(source, options, opening)
+        opened = open_engine(source, options, opening, look)
     for notice in opened.notices:
         opening.note(notice)
     return opened
@@ -145,12 +146,15 @@ def as_text(read: bytes, source: str) -> str:
         raise RequestError(f"{source}: not UTF-8 text (byte {error.start} is 0x{read[error.start]:02x})") from None
 
 
+def check_texts(**arguments: str | Sequence[str] | None) -> None:
+    """RequestError for an argument that is no text, by its flag: its bytes would be replaced silently."""
+    for name, given in arguments.items():
+        for text in [given] if isinstance(given, str) else given or ():
+            as_text(os.fsencode(text), f"--{name.replace('_', '-')}")
+
+
 def write(text: str, stream: TextIO | None = None) -> None:
-    """To standard output, at once. Text that the terminal's encoding lacks is escaped rather than fatal."""
+    """To standard output, at once."""
     stream = stream or sys.stdout
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = stream.encoding or "ascii"
-        stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    stream.write(text)
     stream.flush()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from bytefloor.tools.outputs import write_rows
 from bytefloor.tools.verify_report import EQUAL, MEASURED, SKIPPED, Line
 
 ROW = "{:<44} {:>10}  {:<22} {:>9} {:>9}  {:<8}{}"
@@ -29,8 +29,8 @@ def show(lines: Iterable[Line], lists_all: bool, save: Path | None) -> int:
         if kept:
             _sum_up(kept)
     finally:
-        if save is not None:
-            save.write_text(json.dumps([line.to_json() for line in kept], indent=1) + "\n")
+        if save is not None and kept:
+            write_rows(save, [line.to_json() for line in kept])
     wrong = [line for line in kept if line.is_wrong]
     print()
     if wrong:
