@@ -112,6 +112,33 @@ def test_the_templates_own_file_wins(tmp_path: Path, files: dict, wanted: str | 
     assert Tokenizer.from_directory(write_directory(tmp_path, **files), {}).chat_template == wanted
 
 
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [(b"\xef\xbb\xbf" + A.encode(), A), (b"", None), (b" \n\t", None)],
+    ids=["mark", "empty", "blank"],
+)
+def test_a_template_is_its_text(tmp_path: Path, raw: bytes, wanted: str | None) -> None:
+    """G14: a mark of the byte order is no part of it, and one that is blank would leave every message out."""
+    write_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(raw)
+    assert Tokenizer.from_directory(tmp_path, {}).chat_template == wanted
+
+
+def test_a_template_that_is_no_text_is_refused_with_its_path(tmp_path: Path) -> None:
+    write_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ x }}\xff")
+    with pytest.raises(FileError, match=r"chat_template\.jinja: cannot be read as text"):
+        Tokenizer.from_directory(tmp_path, {})
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "2"], 1.5, True, {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, value: object) -> None:
+    """T07: an answer would never end."""
+    write_directory(tmp_path, generation_config__json={"eos_token_id": value})
+    with pytest.raises(FileError, match=r"eos_token_id holds .*, expected a token id"):
+        Tokenizer.from_directory(tmp_path, {})
+
+
 def test_named_templates_are_kept_by_name(tmp_path: Path) -> None:
     """M13."""
     named = [{"name": "default", "template": A}, {"name": "tool_use", "template": B}]

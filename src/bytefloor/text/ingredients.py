@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer as Backend
 
+from bytefloor.errors import FileError
 from bytefloor.text.vocabulary import Vocabulary
 
 
@@ -26,16 +27,21 @@ class Ingredients:
     notices: list[str] = field(default_factory=list)
 
 
-def ids_in(*values: object) -> frozenset[int]:
-    """All token ids in values that may be absent, one id, or a list of ids."""
+def ids_in(where: str, *values: object) -> frozenset[int]:
+    """All token ids in values that may be absent, one id, or a list of ids. FileError, with where, for others."""
     found: set[int] = set()
     for value in values:
-        if isinstance(value, bool) or value is None:
-            continue
-        if isinstance(value, int):
+        if hasattr(value, "tolist"):  # numpy
+            value = value.tolist()
+        if isinstance(value, list | tuple):
+            found |= ids_in(where, *value)
+        elif isinstance(value, int) and not isinstance(value, bool):
             found.add(value)
-        elif isinstance(value, (list, tuple)):
-            found |= ids_in(*value)
-        elif hasattr(value, "tolist"):  # numpy
-            found |= ids_in(value.tolist())
+        elif value is not None:
+            raise FileError(f"{where} holds {value!r}, expected a token id or a list of them")
     return frozenset(found)
+
+
+def kept_templates(templates: Mapping[str, str]) -> dict[str, str]:
+    """Without those that are blank: they would leave every message out."""
+    return {name: source for name, source in templates.items() if source.strip()}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from bytefloor.errors import FileError, UnsupportedError
 from bytefloor.text.backend import UNKNOWN_NAME, split_merge
-from bytefloor.text.ingredients import Ingredients, ids_in
+from bytefloor.text.ingredients import Ingredients, ids_in, kept_templates
 from bytefloor.text.vocabulary import Kind, Vocabulary, settled_kind
 
 _BYTE = "<0x{:02X}>"
@@ -42,8 +42,8 @@ def _read(directory: Path, spec: dict[str, Any], config: Mapping[str, Any]) -> I
         bos_id=bos_id,
         eos_id=eos_id,
         add_bos=_adds_bos(spec, settings, config, vocabulary, bos_id),
-        end_ids=ids_in(*ends),
-        suppressed_ids=ids_in(generation.get("suppress_tokens")),
+        end_ids=ids_in(f"{directory}: eos_token_id", *ends),
+        suppressed_ids=ids_in(f"{directory}: suppress_tokens", generation.get("suppress_tokens")),
         add_space_prefix=_adds_space(spec),
         templates=_templates(directory, settings),
     )
@@ -162,8 +162,12 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
             found = {str(entry["name"]): str(entry["template"]) for entry in source}
     own = directory / "chat_template.jinja"
     if own.is_file():
-        found = {"default": own.read_text(encoding="utf-8")}
-    return found
+        try:
+            # A mark of the byte order, which some editors write, is no part of the prompt.
+            found = {"default": own.read_text(encoding="utf-8-sig")}
+        except (OSError, UnicodeDecodeError) as problem:
+            raise FileError(f"{own}: cannot be read as text: {problem}") from problem
+    return kept_templates(found)
 
 
 def _named_id(vocabulary: Vocabulary, token: Any, fallback: Any) -> int | None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 
 from bytefloor.errors import FileError, UnsupportedError
 from bytefloor.text import backend as build
-from bytefloor.text.ingredients import Ingredients, ids_in
+from bytefloor.text.ingredients import Ingredients, ids_in, kept_templates
 from bytefloor.text.vocabulary import Kind, Vocabulary, settled_kind
 
 _GGML = "tokenizer.ggml."
@@ -40,8 +40,8 @@ def read(metadata: Mapping[str, Any]) -> Ingredients:
         bos_id=bos_id,
         eos_id=eos_id,
         add_bos=bool(asked) if asked is not None else _family_adds_bos(metadata, pre),
-        end_ids=ids_in(*(metadata.get(_GGML + key) for key in _END_KEYS), _listed(metadata, "eos_token_ids")),
-        suppressed_ids=ids_in(_listed(metadata, "suppress_tokens")),
+        end_ids=ids_in("the keys of end tokens", *(metadata.get(_GGML + key) for key in (*_END_KEYS, "eos_token_ids"))),
+        suppressed_ids=ids_in(f"{_GGML}suppress_tokens", metadata.get(_GGML + "suppress_tokens")),
         add_space_prefix=add_space_prefix,
         templates=_templates(metadata),
         notices=notices,
@@ -92,7 +92,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     }
     if _TEMPLATE in metadata:
         found["default"] = str(metadata[_TEMPLATE])
-    return found
+    return kept_templates(found)
 
 
 def _id(metadata: Mapping[str, Any], key: str, n_tokens: int) -> int | None:
