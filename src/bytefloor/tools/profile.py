@@ -64,7 +64,7 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
         model=model.config.name,
         family=model.config.family,
         format=main_format(model),
-        kv=executor.step.kinds[0].storage,
+        kv=executor.step.storage,
         executor="kernels" if isinstance(executor, DeviceExecutor) else "reference",
         stream_gb_s=round(limit.gb_s, 1),
         peak_tflops=round(peak, 1) if peak is not None else None,
