@@ -148,6 +148,7 @@ def assert_refused(result: Result, message: str) -> None:
         ("chat --kv q8_0", "--kv q8_0: expected bf16, int8, fp8 or k4v2"),
         ("bench --kv float32", "--kv float32: expected bf16, int8, fp8 or k4v2"),
         ("verify --kv k4v2", "--kv k4v2: expected bf16, int8 or fp8"),
+        ("profile --kv k4v2", "--kv k4v2: expected bf16, int8 or fp8"),
         ("inspect --kv int4 no.gguf", "no.gguf: no such file or directory"),
         ("run -p hi -m no.gguf", "no.gguf: no such file or directory"),
         ("chat -m no.gguf", "no.gguf: no such file or directory"),
