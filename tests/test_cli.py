@@ -145,9 +145,11 @@ def assert_refused(result: Result, message: str) -> None:
         ("run -p hi --repeat-penalty 0", "repetition_penalty = 0.0"),
         ("run -p hi -s -1", "seed = -1"),
         ("run -p hi --weights int3", "--weights int3: expected float32 or bf16"),
-        ("run -p hi --kv int4", "--kv int4: expected bf16, int8 or fp8"),
-        ("chat --kv q8_0", "--kv q8_0: expected bf16, int8 or fp8"),
-        ("bench --kv float32", "--kv float32: expected bf16, int8 or fp8"),
+        ("run -p hi --kv int4", "--kv int4: expected bf16, int8, fp8 or k4v2"),
+        ("chat --kv q8_0", "--kv q8_0: expected bf16, int8, fp8 or k4v2"),
+        ("bench --kv float32", "--kv float32: expected bf16, int8, fp8 or k4v2"),
+        ("verify --kv k4v2", "--kv k4v2: expected bf16, int8 or fp8"),
+        ("profile --kv k4v2", "--kv k4v2: expected bf16, int8 or fp8"),
         ("inspect --kv int4 no.gguf", "no.gguf: no such file or directory"),
         ("run -p hi -m no.gguf", "no.gguf: no such file or directory"),
         ("chat -m no.gguf", "no.gguf: no such file or directory"),
@@ -246,12 +248,13 @@ def test_the_answer_is_on_standard_output_and_the_rest_is_not(model: str) -> Non
     assert "tok/s" not in result.stdout
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8", "k4v2"])
 def test_the_cache_keeps_what_was_asked_for(model: str, kv: str) -> None:
     """The reference executor rounds as the kernels do; what is kept is said before and behind, and in the object."""
     result = bytefloor("run", "-m", model, "-p", "once upon", "-n", "4", "--temp", "0", "--kv", kv)
     assert result.exit_code == 0
-    assert f"(512 positions, {kv} values in float32)" in result.stderr
+    told = "k4v2, recent and first ones bf16" if kv == "k4v2" else f"{kv} values in float32"
+    assert f"(512 positions, {told})" in result.stderr
     assert f"context 512, cache {kv}; cpu" in result.stderr
     assert json.loads(answer(model, "--json", "--kv", kv))["kv"] == kv
     assert json.loads(answer(model, "--json"))["kv"] == "float32"

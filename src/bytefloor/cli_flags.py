@@ -48,6 +48,7 @@ KvOption = Annotated[
     typer.Option(
         "--kv",
         metavar="TYPE",
-        help="What the cache keeps: bf16, the kernels' own way, or in half the bytes int8 or fp8.",
+        help="What the cache keeps: bf16, the kernels' own way; in half the bytes int8 or fp8; without kernels, in a "
+        "quarter, k4v2.",
     ),
 ]

@@ -249,6 +249,17 @@ def test_a_prompt_of_the_reference_executor_takes_what_was_planned(
     assert executor.scratch_bytes() >= planned
 
 
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(("n", "chunk"), [(512, 64), (256, 256), (2048, 32)])
+def test_a_prompt_with_coded_pages_takes_what_was_planned(name: str, n: int, chunk: int) -> None:
+    model = model_of(name)
+    step, plan = build_step(model.config, model.weights, Rounding(cache="k4v2")), CachePlan(n, chunk)
+    executor, planned = ReferenceExecutor(step, plan), step_bytes(step, plan, 4)
+    with LiveBytes() as live:
+        run_to_the_end(executor, n, chunk)
+    assert planned / 2 < live.most <= planned
+
+
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_loading_the_reference_executor_takes_what_was_planned(weights: torch.dtype, tmp_path: Path) -> None:
     """bf16 has one tensor in float32 beside those it keeps; float32 keeps what it decodes."""

@@ -21,6 +21,7 @@ from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.stream_limit import StreamLimit
 from bytefloor.engine.synthetic import SHAPES, Shape
 from bytefloor.errors import NumericalError, RequestError, UnsupportedError
+from bytefloor.model import decoder
 from bytefloor.tools import bench as bench_module
 from bytefloor.tools import bench_rows
 from bytefloor.tools.bench import BenchOptions, bench
@@ -110,6 +111,22 @@ def test_more_sequences_than_a_step_has_are_left_out_and_named(
     monkeypatch.setattr(loading, "KERNEL_CHUNK", 5)
     with pytest.raises(RequestError, match="-n 6: expected at most 5 with several sequences"):
         list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, depths=(0,), batches=(3,))))
+
+
+def test_a_cache_of_coded_pages_is_filled_measured_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, 2 KV heads of 64: 8 and 16 positions in bf16, the others in 60 bytes a head."""
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setattr(bench_module, "measure_limit", lambda device: LIMIT)
+    monkeypatch.setattr(decoder, "RECENT", 16)
+    monkeypatch.setattr(decoder, "FIRST", 8)
+    options = replace(OPTIONS, device="cpu", repeats=1, n_prompt=(), depths=(0, 40), kv="k4v2", batches=(1, 3))
+    rows = {(row.depth, row.batch): row for row in bench("synthetic:tiny/Q4_K_M", options)}
+    assert {(row.kv, row.executor) for row in rows.values()} == {("k4v2", "reference")}
+    n = rows[40, 1].n_gen // 2 + 1
+    codes, floats = (40 + n - 24) * 60, (24 - n) * 256
+    assert rows[40, 1].file_bytes - rows[0, 1].file_bytes == 2 * 2 * (codes + floats)
+    of_one = codes + 24 * 256
+    assert rows[40, 3].file_bytes - rows[40, 1].file_bytes == 2 * 2 * 2 * of_one
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8"])

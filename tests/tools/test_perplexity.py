@@ -20,6 +20,7 @@ from typer.testing import CliRunner, Result
 from bytefloor.cli import app
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.errors import NumericalError, RequestError
+from bytefloor.model import decoder
 from bytefloor.tools import perplexity_view, scoring
 from bytefloor.tools.perplexity import PerplexityOptions, PerplexityRow, measure
 from bytefloor.tools.scoring import Source, open_source
@@ -241,6 +242,20 @@ def test_what_a_cache_of_codes_costs(tiny: TinyModel) -> None:
     assert [row.kv for row in rows.values()] == ["bf16", "int8", "fp8"]
     kl = {kv: row.divergence.kl.value for kv, row in rows.items() if row.divergence is not None}
     assert 0 < kl["bf16"] < kl["int8"] < kl["fp8"] < 0.1
+
+
+def test_what_a_cache_of_coded_pages_costs(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 192 sees codes only where fewer positions are recent; the same ones row by row."""
+    path = str(tiny.directory)
+    options = replace(CHUNKS, kv="k4v2", n_windows=1, context=192, base=path)
+    whole = measure(path, TEXT, options)
+    monkeypatch.setattr(decoder, "RECENT", 16)
+    monkeypatch.setattr(decoder, "FIRST", 0)
+    by_chunk, by_token = (measure(path, TEXT, replace(options, by=by)) for by in ("chunk", "token"))
+    costs = [row.divergence.kl.value for row in (whole, by_chunk, by_token) if row.divergence is not None]
+    assert {row.kv for row in (whole, by_chunk)} == {"k4v2"}
+    assert costs[1] > 30 * costs[0] > 0
+    assert costs[2] == pytest.approx(costs[1], rel=0.05)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

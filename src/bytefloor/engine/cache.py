@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from bytefloor.engine.batch import Batch, PageCopy
 from bytefloor.errors import CapacityError, RequestError
 from bytefloor.model.step import CacheKind
+from bytefloor.ops.pages import PAGE_SIZE
 
-PAGE_SIZE = 64
 NULL_PAGE = 0
 
 
@@ -54,8 +54,8 @@ class CachePlan:
 
     def n_table(self, kind: CacheKind) -> int:
         """Entries of a sequence's table: pages that capacity, or the window and a chunk at any alignment, can touch."""
-        whole = ceil_div(self.capacity, self.page_size)
-        if kind.window is None:
+        whole = ceil_div(min(self.capacity, kind.most or self.capacity), self.page_size)
+        if kind.window is None or kind.most is not None:
             return whole
         return min(whole, ceil_div(kind.window - 1 + self.chunk, self.page_size) + 1)
 
@@ -63,7 +63,7 @@ class CachePlan:
         """Pages of the kind's pool, the null page included."""
         # A prefix has been committed: of a window, and of no chunk beside it, it holds what the next row will see.
         held = 1 if kind.window is None else ceil_div(kind.window - 1, self.page_size) + 1
-        held = min(held, self.n_table(kind))
+        held = self.n_table(kind) if kind.most else min(held, self.n_table(kind))
         live, kept = self.n_sequences * self.n_table(kind), self.n_snapshots * held
         if kind.window is not None:
             # The rows of a step are shared: a window each, on any page border, and one chunk among all of them.
@@ -71,11 +71,12 @@ class CachePlan:
         if self.positions is None:
             return live + kept + 1
         within = ceil_div(self.positions, self.page_size)
-        return (within if kind.window is None else min(within, live + kept)) + 1
+        grows = kind.window is None and kind.most is None
+        return (within if grows else min(within, live + kept)) + 1
 
     def n_bytes(self, kind: CacheKind, n_layers: int) -> int:
         """Bytes of the kind's pool."""
-        return self.n_pages(kind) * self.page_size * n_layers * kind.position_bytes
+        return self.n_pages(kind) * n_layers * kind.page_bytes(self.page_size)
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class SequenceCache:
     def _unwritable(self, kind: CacheKind, end: int) -> list[int]:
         """Which of the pages up to ``end`` are not held yet, or are shared."""
         pages, pool, size = self._pages[kind.name], self._pools[kind.name], self.plan.page_size
-        touched = range(self.length // size, ceil_div(end, size))
+        touched = range(self.length // size, ceil_div(min(end, kind.most or end), size))
         return [index for index in touched if index not in pages or pool.is_shared(pages[index])]
 
     def _make_writable(self, kind: CacheKind, index: int) -> list[PageCopy]:
@@ -281,7 +282,7 @@ class SequenceCache:
             return False
         size = self.plan.page_size
         for kind in self.kinds:
-            needed = range(self._first_visible(kind, length) // size, ceil_div(length, size))
+            needed = range(self._first_visible(kind, length) // size, ceil_div(min(length, kind.most or length), size))
             if any(index not in self._pages[kind.name] for index in needed):
                 return False
         return True

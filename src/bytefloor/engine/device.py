@@ -439,4 +439,4 @@ class DeviceExecutor:
 
 def _kv(step: Step) -> str:
     """What the cache keeps: the same in all layers, which ``check_list`` sees to."""
-    return step.kinds[0].storage
+    return step.storage

@@ -15,7 +15,7 @@ from bytefloor.model.step import Step
 def check_list(step: Step) -> None:
     """UnsupportedError for a list whose roundings are not those of the kernels."""
     activations = {call.attributes["to"] for call in step.calls if call.op.name == "round_to"}
-    storages = {kind.storage for kind in step.kinds}
+    storages = {kind.storage for kind in step.kinds} if step.storage in STORAGES else {step.storage}
     if activations != {"int16_g32"} or len(storages) != 1 or not storages <= set(STORAGES):
         found = f"activations {sorted(activations) or 'as they are'}, cache {sorted(storages)}"
         raise UnsupportedError(

@@ -24,20 +24,24 @@ from bytefloor.files.stored import Checkpoint
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
+from bytefloor.ops.page_codes import CODED
 from bytefloor.text.chat import ChatTemplate
 from bytefloor.text.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 8192
 """Where the user names none: the model's own context, but no more than this. What is used is always shown."""
-KERNEL_CHUNK, REFERENCE_CHUNK = 2048, 512
+KERNEL_CHUNK, REFERENCE_CHUNK, CODED_CHUNK = 2048, 512, 128
 """Rows of a step where nobody asks for another number. Tensor cores want many: each block unpacks weights for all of
-them. On a CPU more rows are hardly faster, and what holds the scores of attention grows with them."""
+them. On a CPU more rows are hardly faster, and what holds the scores of attention grows with them; where pages are
+coded, so does the room for those that are not yet."""
 MOST_DRAFT_ROWS = 16
 """Of one sequence in a step of the kernels that computes drafts along."""
 DEVICE_ROUNDING = Rounding(activations="int16_g32", cache="bf16")
 """What the kernels round: activations of a product to 16-bit codes in groups of 32, the cache to bf16 or to codes."""
-KV_TYPES = tuple(STORAGES)
-"""What a user may ask the cache to keep; without a word kernels keep bf16 and the reference executor float32."""
+KERNEL_KV_TYPES = tuple(STORAGES)
+KV_TYPES = (*KERNEL_KV_TYPES, CODED)
+"""What a user may ask the cache to keep, the last of the reference executor alone; without a word kernels keep bf16 and
+the reference executor float32."""
 WEIGHT_TYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -48,10 +52,10 @@ class EngineOptions:
     context: positions of prompt and answer together, None for the default. device: ``auto``, ``cpu`` or ``cuda``.
 
     weights: ``float32``, or ``bf16`` to halve what a token reads on a CPU. n_sequences: how many run at once.
-    chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK or REFERENCE_CHUNK, as it may be. kv: one of KV_TYPES,
-    None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes together,
-    None for n_sequences full contexts; where they run out, sequences wait for each other. speculates: whether what
-    a text has said before is computed ahead, where that pays.
+    chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK, REFERENCE_CHUNK or CODED_CHUNK, as it may be. kv: one
+    of KV_TYPES, None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes
+    together, None for n_sequences full contexts; where they run out, sequences wait for each other. speculates: whether
+    what a text has said before is computed ahead, where that pays.
     """
 
     context: int | None = None
@@ -100,10 +104,10 @@ Look = Callable[[Legible, int], None]
 """What is told of a model, and of the positions that a sequence may have, before weights are read."""
 
 
-def check_kv(kv: str | None) -> None:
-    """RequestError for what no cache keeps."""
-    if kv is not None and kv not in KV_TYPES:
-        raise RequestError(f"--kv {kv}: expected {', '.join(KV_TYPES[:-1])} or {KV_TYPES[-1]}")
+def check_kv(kv: str | None, known: tuple[str, ...] = KV_TYPES) -> None:
+    """RequestError for what no cache keeps, or none that is known to who asks."""
+    if kv is not None and kv not in known:
+        raise RequestError(f"--kv {kv}: expected {', '.join(known[:-1])} or {known[-1]}")
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -133,7 +137,8 @@ def open_engine(
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
     shorter = "a shorter context (-c)" if options.n_sequences == 1 else "a shorter context (-c), fewer at once"
     narrower = f"{shorter} or --weights bf16 needs less"
-    fewer = f"{shorter} needs less" if options.kv in ("int8", "fp8") else f"{shorter} or --kv int8 needs less"
+    has_codes = options.kv in ("int8", "fp8", CODED)
+    fewer = f"{shorter} needs less" if has_codes else f"{shorter} or --kv int8 needs less"
     advice = Advice(kernels=fewer, reference=narrower if options.weights == "float32" else f"{shorter} needs less")
     executor, notices = make_executor(
         model, room, device, WEIGHT_TYPES[options.weights], banned, progress, advice, options.kv,
@@ -142,7 +147,7 @@ def open_engine(
     speculation = Speculation(executor.most_draft_rows) if options.speculates else None
     engine = Engine(executor, tokenizer, model.config.vocabulary_size, speculation)
     told = (*checkpoint.notices, *tokenizer.notices, *notices)
-    return Opened(model, tokenizer, template, engine, device, told, executor.step.kinds[0].storage)
+    return Opened(model, tokenizer, template, engine, device, told, executor.step.storage)
 
 
 def make_executor(
@@ -158,7 +163,8 @@ def make_executor(
 ) -> tuple[Executor, tuple[str, ...]]:
     """The kernels where they can run this model, otherwise the reference executor; and what the user should be told.
 
-    Chunks are KERNEL_CHUNK or REFERENCE_CHUNK long where the room leaves that open. draft_rows: see ``DeviceExecutor``.
+    Chunks are KERNEL_CHUNK, REFERENCE_CHUNK or CODED_CHUNK long where the room leaves that open. draft_rows: see
+    ``DeviceExecutor``.
     """
     check_kv(kv)
     notices: tuple[str, ...] = ()
@@ -183,7 +189,7 @@ def make_executor(
         torch.cuda.empty_cache()
     step = build_step(model.config, model.weights, Rounding(cache=kv or Rounding.cache))
     precision = Precision(weights=weights)
-    plan = room.plan(REFERENCE_CHUNK)
+    plan = room.plan(CODED_CHUNK if kv == CODED else REFERENCE_CHUNK)
     found = ReferenceExecutor(
         step, plan, device=device, precision=precision, progress=progress, advice=advice.reference
     )

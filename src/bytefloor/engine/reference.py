@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from bytefloor.engine.speculation import MOST_ROWS
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.page_codes import CODED
 from bytefloor.ops.pages import page_shape
 
 Observer = Callable[[OpCall, Tensor], None]
@@ -110,11 +112,7 @@ class ReferenceExecutor:
 
     def cache_bytes(self) -> int:
         """Bytes of the page pools."""
-        factor = self.precision.compute.itemsize
-        return sum(
-            self.plan.n_pages(kind) * self._page_elements(kind) * self.step.n_cache_layers[kind.name] * factor
-            for kind in self.step.kinds
-        )
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in map(self._pool_shape, self.step.kinds))
 
     def scratch_bytes(self) -> int:
         """The most that is taken beside weights and cache: while a tensor is decoded, or while a chunk runs."""
@@ -126,12 +124,16 @@ class ReferenceExecutor:
         return max(workspace + running, *narrowed, 0)
 
     def _kv(self) -> str:
-        """What the cache keeps: rounded values stand in the dtype of activations."""
-        compute, kept = str(self.precision.compute).removeprefix("torch."), self.step.kinds[0].storage
-        return compute if kept == "float32" or not self.precision.rounds else f"{kept} values in {compute}"
+        """What the cache keeps: rounded values stand in the dtype of activations, unless pages are coded."""
+        compute, kept = str(self.precision.compute).removeprefix("torch."), self.step.storage
+        if kept == "float32" or not self.precision.rounds:
+            return compute
+        return f"{kept}, recent and first ones bf16" if self._is_coded else f"{kept} values in {compute}"
 
-    def _page_elements(self, kind: CacheKind) -> int:
-        return kind.n_kv_heads * self.plan.page_size * kind.head_values
+    @property
+    def _is_coded(self) -> bool:
+        """Whether pages are what a device would keep, bytes and bf16: coded pages are no rounded values."""
+        return self.precision.rounds and self.step.storage == CODED
 
     def _dense_weights(self) -> list[Weight]:
         """Those that some op needs whole; a table that is only gathered from stays in the file."""
@@ -159,10 +161,15 @@ class ReferenceExecutor:
             progress.advance(LOADING, done, total)
         return tensors
 
-    def _allocate(self, kind: CacheKind) -> Tensor:
-        page, _ = page_shape("float32", kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
+    def _pool_shape(self, kind: CacheKind) -> tuple[tuple[int, ...], torch.dtype]:
+        storage = kind.storage if self._is_coded else "float32"
+        page, dtype = page_shape(storage, kind.n_kv_heads, self.plan.page_size, kind.head_size, kind.rotated)
         shape = (self.step.n_cache_layers[kind.name], self.plan.n_pages(kind), *page)
-        return torch.empty(shape, dtype=self.precision.compute, device=self.device)
+        return shape, dtype if self._is_coded else self.precision.compute
+
+    def _allocate(self, kind: CacheKind) -> Tensor:
+        shape, dtype = self._pool_shape(kind)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     # --- binding: everything that does not change from step to step is looked up once
 
@@ -177,7 +184,8 @@ class ReferenceExecutor:
             else:
                 constants[name] = self._tensors[id(operand)]
         if call.cache is not None:
-            constants["cache"] = self.pools[call.cache.kind.name][call.cache.index]
+            kinds = {"cache": call.cache.kind, **call.cache.kind.beside}
+            constants |= {name: self.pools[kind.name][call.cache.index] for name, kind in kinds.items()}
         if not self.precision.rounds:
             constants.update({key: "float32" for key in ("to", "storage") if key in constants})
         return call, constants, sources
@@ -233,10 +241,10 @@ class ReferenceExecutor:
             values[buffer.id] = torch.tensor(batch.tables[name], dtype=torch.int64, device=self.device)
         return values
 
-    def poison(self, value: float = float("nan")) -> None:
-        """Fill the whole cache: a test's way to see that nothing outside the live band is read."""
+    def poison(self) -> None:
+        """Fill the whole cache with NaN: a test's way to see that nothing outside the live band is read."""
         for pool in self.pools.values():
-            pool.fill_(value)
+            pool.view(torch.uint8).fill_(0xFF)
 
 
 def refuse_not_finite(weight: Weight, values: Tensor) -> None:

@@ -22,6 +22,10 @@ RESULTS_A_CALL = 4
 """The most results of its own size that the reference of a plain op holds: its formula, term by term."""
 
 
+CODING_BYTES = 2 * 8 * 8
+"""Of a lane of K and V, while a page is coded: eight tensors of its size in float64, most for a value's tile."""
+
+
 class Rehearsal(TorchFunctionMode):
     """Tensors made for a device under it have no memory (they are ``meta``); n_bytes is what they would have taken."""
 
@@ -70,10 +74,10 @@ def step_bytes(step: Step, plan: CachePlan, item_bytes: int, n_rows: int | None 
     held: dict[int, int] = {}
     most = 0
     for call, ends in zip(step.calls, last_uses(step), strict=True):
-        # A cache write has no result; what it rounds and scatters is as large as its keys.
-        shape = call.operands["k"].shape if call.output is None else call.output.shape
-        result = item_bytes * n_elements(shape, sizes)
+        result = 0 if call.output is None else item_bytes * n_elements(call.output.shape, sizes)
         taken = RESULTS_A_CALL * result
+        if call.op.writes_cache:
+            taken += _write_bytes(call, plan, sizes, item_bytes)
         if call.op.reads_cache:
             taken += _attention_bytes(call, plan, sizes, item_bytes)
         most = max(most, sum(held.values()) + taken)
@@ -84,21 +88,33 @@ def step_bytes(step: Step, plan: CachePlan, item_bytes: int, n_rows: int | None 
     return most
 
 
+def _write_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: int) -> int:
+    """What a cache write rounds and scatters is as large as its keys; a page that is coded is float64 meanwhile."""
+    if "k" in call.operands:
+        return RESULTS_A_CALL * item_bytes * n_elements(call.operands["k"].shape, sizes)
+    assert call.cache is not None
+    return CODING_BYTES * plan.page_size * call.cache.kind.n_kv_heads * call.cache.kind.head_size
+
+
 def _attention_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: int) -> int:
     """Scores, masked scores and weights of a chunk; keys and values of the band, one copied for each head."""
     assert call.cache is not None
     kind, n_heads = call.cache.kind, call.sizes["H"]
     assert isinstance(n_heads, int)
-    n_band = band_positions(kind, plan)
+    n_band, n_masks = band_positions(kind, plan), 3
+    if kind.recent is not None:
+        # Some rows of a chunk see a page in codes and some as it was written; pages are read whole.
+        n_band, n_masks = n_band + min(n_band, plan.chunk) + 2 * plan.page_size, 6
     scores = sizes["T"] * n_band * n_heads * item_bytes
-    masks = 3 * sizes["T"] * n_band
+    masks = n_masks * sizes["T"] * n_band
     gathered = 2 * n_band * kind.n_kv_heads * kind.head_size * item_bytes
     # Where K is made of V: what is kept, and K, are there beside both together.
     made = n_band * kind.n_kv_heads * (kind.head_values + kind.head_size) * item_bytes if kind.rotated else 0
     # torch's batched product wants keys (then values) once a query head, unless one view serves all heads.
     is_copied = 1 < kind.n_kv_heads < n_heads
     copied = n_band * n_heads * kind.head_size * item_bytes if is_copied else 0
-    return max(gathered + made, 2 * gathered, gathered + masks + 2 * scores + max(scores, copied))
+    copies = 2 if kind.recent is None else 3  # of what was gathered: as pages, position by position, those that live
+    return max(gathered + made, copies * gathered, gathered + masks + 2 * scores + max(scores, copied))
 
 
 def band_positions(kind: CacheKind, plan: CachePlan) -> int:

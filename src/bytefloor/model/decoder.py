@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from bytefloor.errors import UnsupportedError
 from bytefloor.model.config import LayerConfig, ModelConfig, Rounding
 from bytefloor.model.step import Buffer, CacheKind, CacheLayer, Step, StepBuilder
 from bytefloor.model.weights import LayerWeights, ModelWeights, Weight
+from bytefloor.ops.page_codes import CODED, n_page_bytes
+from bytefloor.ops.pages import PAGE_SIZE
 
 PAIRS_TOGETHER = 16
 """Pairs of lanes that turn come in whole tensor core tiles of each half; where they do not, all of K is kept."""
 FLOATS = ("float32", "bf16")
 """Storages that may leave out lanes of K; with codes, scores of V's lanes and of K's would have scales of their own."""
+RECENT, FIRST = 128, 64
+"""Positions that stay as they were written where pages are coded as a whole: a row's last ones, its own included, and
+those that a sequence begins with. Either way whole pages are. docs/numerics.md has what they are worth."""
 
 
 def build_step(c: ModelConfig, w: ModelWeights, rounding: Rounding) -> Step:
     """The list of one step: T token rows in, logits [R, V] of the wanted rows out."""
     caches, n_layers = assign_caches(c, rounding.cache)
-    s = StepBuilder(tuple(dict.fromkeys(cache.kind for cache in caches)), n_layers)
+    kinds = dict.fromkeys(cache.kind for cache in caches)
+    s = StepBuilder((*kinds, *(other for kind in kinds for other in kind.beside.values())), n_layers)
     s.part = "embedding"
     x = s.embed(s.inputs["tokens"], w.embedding, c.embedding_scale)
     per_layer = per_layer_inputs(s, c, w, x, rounding) if c.per_layer_width else None
@@ -55,9 +62,12 @@ def attention_block(
         q = s.rms_norm(q, w.q_norm, c.eps)
     if layer.rope is not None:
         q = s.rope(q, layer.rope.style, layer.rope.inverse_frequencies)
+    is_coded = bool(cache.kind.beside)
     if w.k is not None:
         write_keys_and_values(s, c, layer, w, cache, h)
-    attended = s.attention(cache, q, layer.attention_scale, k_norm)
+    attended = s.attention(cache, s.rotate(q) if is_coded else q, layer.attention_scale, k_norm)
+    if is_coded:
+        attended = s.rotate(attended)
     flat = s.round_to(s.view(attended, layer.n_heads * layer.head_size), rounding.activations)
     out = s.linear(flat, w.o)
     if w.post_attention_norm is not None:
@@ -78,6 +88,8 @@ def write_keys_and_values(
         v = s.rms_norm(v, None, c.eps)
     if layer.rope is not None:
         k = s.rope(k, layer.rope.style, layer.rope.inverse_frequencies)
+    if cache.kind.beside:
+        k, v = s.rotate(k), s.rotate(v)
     s.cache_write(cache, k, v)
 
 
@@ -129,11 +141,28 @@ def assign_caches(c: ModelConfig, storage: str) -> tuple[list[CacheLayer], dict[
         if layer.kv_source != index:
             caches.append(caches[layer.kv_source])
             continue
-        name = kind_name(layer)
-        kind = CacheKind(name, layer.n_kv_heads, layer.head_size, layer.window, storage, rotated[name])
+        kind = make_kind(layer, storage, rotated[kind_name(layer)])
         caches.append(CacheLayer(kind, counts.get(kind.name, 0)))
-        counts[kind.name] = counts.get(kind.name, 0) + 1
+        for each in (kind, *kind.beside.values()):
+            counts[each.name] = counts.get(each.name, 0) + 1
+    if storage == CODED and not any(cache.kind.beside for cache in caches):
+        raise UnsupportedError(
+            f"a cache of {CODED}: every layer has a window of at most {RECENT} positions, none of which are coded"
+        )
     return caches, counts
+
+
+def make_kind(layer: LayerConfig, storage: str, rotated: int) -> CacheKind:
+    """Of a layer that owns its cache. A window that holds nothing but recent positions has nothing to be coded."""
+    name, shape, window = kind_name(layer), (layer.n_kv_heads, layer.head_size), layer.window
+    if storage != CODED:
+        return CacheKind(name, *shape, window, storage, rotated)
+    if window is not None and window <= RECENT:
+        return CacheKind(name, *shape, window, "bf16")
+    n_page_bytes(PAGE_SIZE, layer.head_size)  # refuses what it cannot hold
+    recent = CacheKind(f"recent.{name}", *shape, RECENT, "bf16")
+    first = CacheKind(f"first.{name}", *shape, window, "bf16", most=FIRST)
+    return CacheKind(name, *shape, window, storage, recent=recent, first=first)
 
 
 def kind_name(layer: LayerConfig) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 from bytefloor import ops
 from bytefloor.model.weights import Weight
 from bytefloor.ops.op import Axis, Op, Sizes
+from bytefloor.ops.page_codes import CODED, n_page_bytes
+from bytefloor.ops.pages import PAGE_SIZE
 
 STORAGE_BYTES = {"float32": (4, 0), "bf16": (2, 0), "int8": (1, 2), "fp8": (1, 2)}
 """Bytes of an element that a cache keeps, and of the scale of a head at a position."""
@@ -43,6 +45,8 @@ class CacheKind:
     """Layers whose keys and values have one shape and one window share a pool of pages and a table.
 
     rotated: 0, or the lanes of K that are kept beside V where all others are V times a weight: see ``ops/pages.py``.
+    most: only positions below it are kept; None for all. recent, first: where pages are coded as a whole, the kinds
+    that hold a sequence's recent and its first positions as they were written: see ``ops/code_pages.py``.
     """
 
     name: str
@@ -51,6 +55,24 @@ class CacheKind:
     window: int | None
     storage: str = "float32"
     rotated: int = 0
+    most: int | None = None
+    recent: CacheKind | None = None
+    first: CacheKind | None = None
+
+    def n_kept(self, length: int) -> int:
+        """How many positions it keeps of a sequence so long."""
+        return min(length, self.window or length, self.most or length)
+
+    @property
+    def beside(self) -> dict[str, CacheKind]:
+        """The kinds that hold positions of the same layers as they were written, by what they hold."""
+        return {} if self.recent is None or self.first is None else {"recent": self.recent, "first": self.first}
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of a page in one layer."""
+        if self.storage == CODED:
+            return self.n_kv_heads * n_page_bytes(page_size, self.head_size)
+        return page_size * self.position_bytes
 
     @property
     def position_bytes(self) -> int:
@@ -59,7 +81,9 @@ class CacheKind:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of key and value of one head at one position."""
+        """Bytes of key and value of one head at one position; of coded pages its share, rounded up."""
+        if self.storage == CODED:
+            return -(-n_page_bytes(PAGE_SIZE, self.head_size) // PAGE_SIZE)
         element, scale = STORAGE_BYTES[self.storage]
         return self.head_values * element + 2 * scale
 
@@ -131,11 +155,24 @@ class Step:
     kinds: tuple[CacheKind, ...]
     n_cache_layers: Mapping[str, int]
 
+    @property
+    def storage(self) -> str:
+        """What the cache keeps: that of its kinds, k4v2 where some of them have coded pages."""
+        storages = {kind.storage for kind in self.kinds}
+        return CODED if CODED in storages else self.kinds[0].storage
+
     def token_bytes(self, depth: int) -> tuple[int, int]:
         """Weights, in the file's own encoding, and live cache that a token at a depth must read."""
         sizes = {"T": 1, "R": 1, "B": 1, "S": depth + 1}
         weights = sum(call.weight_bytes(sizes) for call in self.calls)
         return weights, sum(call.cache_bytes(sizes) for call in self.calls if call.op.reads_cache)
+
+
+def _whole_pages(kind: CacheKind) -> dict[str, Any]:
+    """What says which pages are coded."""
+    assert kind.recent is not None
+    assert kind.first is not None
+    return {"recent_window": kind.recent.window, "n_first": kind.first.most}
 
 
 @dataclass
@@ -198,27 +235,36 @@ class StepBuilder:
         attributes = {"style": style, "inverse_frequencies": inverse_frequencies}
         return self._append(ops.rope.OP, {"x": x, "positions": self.inputs["positions"]}, attributes)
 
+    def rotate(self, x: Buffer) -> Buffer:
+        """[T, H, E] -> [T, H, E]"""
+        return self._append(ops.rotate.OP, {"x": x})
+
     def cache_write(self, cache: CacheLayer, k: Buffer, v: Buffer) -> None:
-        """Two [T, J, E] into the pages."""
-        operands: dict[str, Buffer | Weight | None] = {"k": k, "v": v, **self._places(cache)}
-        attributes = {"storage": cache.kind.storage, "rotated": cache.kind.rotated}
-        self._append(ops.cache_write.OP, operands, attributes, cache)
+        """Two [T, J, E] into the pages; of a kind whose pages are coded, those of it that are due go into codes."""
+        kind = cache.kind
+        written = kind if kind.recent is None else kind.recent
+        operands: dict[str, Buffer | Weight | None] = {"k": k, "v": v, **self._places(written)}
+        attributes = {"storage": written.storage, "rotated": written.rotated}
+        self._append(ops.cache_write.OP, operands, attributes, CacheLayer(written, cache.index))
+        if kind.recent is not None:
+            self._append(ops.code_pages.OP, {**self._places(kind)}, _whole_pages(kind), cache)
 
     def attention(self, cache: CacheLayer, q: Buffer, scale: float, k_norm: Weight | None) -> Buffer:
         """[T, H, E] -> [T, H, E]. k_norm: of the layer that wrote the cache."""
         kind = cache.kind
-        operands: dict[str, Buffer | Weight | None] = {"q": q, **self._places(cache)}
+        operands: dict[str, Buffer | Weight | None] = {"q": q, **self._places(kind)}
+        if kind.recent is not None:
+            attributes = {"scale": scale, "window": kind.window, **_whole_pages(kind)}
+            return self._append(ops.attention_coded.OP, operands, attributes, cache)
         if kind.rotated:
             operands["k_norm"] = k_norm
         attributes = {"scale": scale, "window": kind.window, "storage": kind.storage, "rotated": kind.rotated}
         return self._append(ops.attention.OP, operands, attributes, cache)
 
-    def _places(self, cache: CacheLayer) -> dict[str, Buffer]:
-        return {
-            "slots": self.inputs["slots"],
-            "sequence": self.inputs["sequence"],
-            "table": self.tables[cache.kind.name],
-        }
+    def _places(self, kind: CacheKind) -> dict[str, Buffer]:
+        others = {f"{name}_table": self.tables[other.name] for name, other in kind.beside.items()}
+        places = {"slots": self.inputs["slots"], "sequence": self.inputs["sequence"]}
+        return {**places, "table": self.tables[kind.name], **others}
 
     def glu(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
         """Two [T, F] -> [T, F]"""

@@ -66,10 +66,20 @@ def _attend_one(
     start = 0 if window is None else max(0, first - window + 1)
     k, v = (band.to(q.dtype) for band in _gather_band(cache, pages, start, last + 1, q.shape[-1], read))
     band = torch.arange(start, last + 1, device=q.device)
+    return mix(q, k, v, sees(slots, band, window), scale)
+
+
+def sees(slots: Tensor, band: Tensor, window: int | None) -> Tensor:
+    """[T, n]: which slots of a band each row's own allows."""
     is_visible = band[None, :] <= slots[:, None]
     if window is not None:
         is_visible &= band[None, :] > slots[:, None] - window
-    grouped = q.unflatten(1, (n_kv_heads, -1)).permute(1, 2, 0, 3)
+    return is_visible
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, scale: float) -> Tensor:
+    """[T, H, E] of q [T, H, E], k and v [J, n, E], with a mask [T, n]."""
+    grouped = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)
     scores = grouped @ k[:, None].transpose(-1, -2) * scale
     weights = scores.masked_fill(~is_visible, float("-inf")).softmax(dim=-1)
     return (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)

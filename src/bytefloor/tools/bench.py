@@ -327,7 +327,7 @@ class _Runner:
             n_gen=n_gen,
             depth=depth,
             batch=batch,
-            kv=self.executor.step.kinds[0].storage,
+            kv=self.executor.step.storage,
             tok_s=round(rate, 2),
             tok_s_spread=spread(rates),
             share=round(share, 4) if verb == "decode" else None,

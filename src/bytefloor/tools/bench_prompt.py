@@ -90,7 +90,7 @@ def prompt_flops(step: Step, n_prompt: int) -> int:
     for call in step.calls:
         if call.op.name == "linear":
             total += call.op.flops(call.bind({"T": n_prompt, "R": 1, "B": 1}))
-        elif call.op.name == "attention":
+        elif call.op.reads_cache:
             seen = visible_positions(n_prompt, call.attributes["window"])
             total += call.op.flops(call.bind({"T": 1, "R": 1, "B": 1, "S": seen}))
     return total

@@ -102,7 +102,7 @@ def randomise_cache(executor: Executor) -> None:
     """Random values in every page, which cost the same to read as any."""
     generator = torch.Generator(executor.device).manual_seed(1)
     for kind in executor.step.kinds:
-        randomise(executor.pools[kind.name], kind.head_size, generator)
+        randomise(executor.pools[kind.name], kind.head_size, kind.storage, generator)
 
 
 def now(device: torch.device) -> float:

@@ -113,8 +113,7 @@ def _costs(model: Model, context: int, kv: str) -> tuple[int, int, int]:
     step = build_step(model.config, model.weights, Rounding(cache=kv))
     stored = {weight.name: weight.n_bytes for call in step.calls for weight in call.weights}
     cache_bytes = sum(
-        kind.position_bytes * step.n_cache_layers[kind.name] * min(context, kind.window or context)
-        for kind in step.kinds
+        kind.position_bytes * step.n_cache_layers[kind.name] * kind.n_kept(context) for kind in step.kinds
     )
     return sum(stored.values()), cache_bytes, sum(step.token_bytes(context - 1))
 

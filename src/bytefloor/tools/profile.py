@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bytefloor.engine.cache import Room
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.loading import check_kv, choose_device, make_executor
+from bytefloor.engine.loading import KERNEL_KV_TYPES, check_kv, choose_device, make_executor
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.errors import RequestError
@@ -39,7 +39,7 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
     RequestError where nothing that was asked for fits in the model's context; single lengths that do not are named and
     left out.
     """
-    check_kv(options.kv)
+    check_kv(options.kv, KERNEL_KV_TYPES)
     device = choose_device(options.device)
     model = open_model(name, device)
     most = model.config.context_length
@@ -64,7 +64,7 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
         model=model.config.name,
         family=model.config.family,
         format=main_format(model),
-        kv=executor.step.kinds[0].storage,
+        kv=executor.step.storage,
         executor="kernels" if isinstance(executor, DeviceExecutor) else "reference",
         stream_gb_s=round(limit.gb_s, 1),
         peak_tflops=round(peak, 1) if peak is not None else None,

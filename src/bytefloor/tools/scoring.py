@@ -101,7 +101,7 @@ class Runner:
     @property
     def kv(self) -> str:
         """What the cache keeps."""
-        return self.executor.step.kinds[0].storage
+        return self.executor.step.storage
 
     @property
     def chunk(self) -> int:

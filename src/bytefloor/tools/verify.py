@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.loading import DEVICE_ROUNDING, check_kv, choose_device, open_tokenizer
+from bytefloor.engine.loading import DEVICE_ROUNDING, KERNEL_KV_TYPES, check_kv, choose_device, open_tokenizer
 from bytefloor.engine.memory import Advice
 from bytefloor.engine.progress import Progress, Silent
 from bytefloor.engine.reference import ReferenceExecutor
@@ -79,7 +79,7 @@ Rung = Callable[[], Iterable[Line]]
 
 def verify(name: str | None, options: VerifyOptions, progress: Progress | None = None) -> Iterator[Line]:
     """Lines as they are known. Behind a rung with a wrong line come lines of what was not run."""
-    check_kv(options.kv)
+    check_kv(options.kv, KERNEL_KV_TYPES)
     progress, device = progress or Silent(), choose_device(options.device)
     checkpoint, path = _open(name, device)
     model = load_model(checkpoint)

@@ -36,7 +36,7 @@ MakeReference = Callable[[], ReferenceExecutor]
 
 def check_device_runs(executor: DeviceExecutor, ids: Sequence[int]) -> list[Rung]:
     """Layers, logits, tokens; a graph against its launches one by one, a run against itself."""
-    storage = executor.step.kinds[0].storage
+    storage = executor.step.storage
     return [
         ("layers", lambda: _layers(executor, ids, storage, "layers")),
         ("logits", lambda: _logits(executor, ids)),
@@ -49,7 +49,7 @@ def check_reference_runs(make: MakeReference, ids: Sequence[int]) -> list[Rung]:
 
     def layers() -> Iterator[Line]:
         executor = make()
-        yield from _layers(executor, ids, executor.step.kinds[0].storage, "reference layers")
+        yield from _layers(executor, ids, executor.step.storage, "reference layers")
 
     name = "reference layers"
     return [(name, lambda: or_skipped(name, layers))]
@@ -117,7 +117,7 @@ def run_rows(executor: Executor, ids: Sequence[int], chunk: int, **more: Any) ->
 
 def _logits(executor: DeviceExecutor, ids: Sequence[int]) -> Iterator[Line]:
     """Of a whole text, through both roads, each against the oracle that rounds alike."""
-    storage = executor.step.kinds[0].storage
+    storage = executor.step.storage
     bounds, n = MOST_ERROR[storage], sum(executor.step.n_cache_layers.values())
     bound = bounds.first + n * bounds.more
     roads = [("all rows at once", len(ids), ROW_ROUNDINGS), ("rows one by one", 1, None)]
