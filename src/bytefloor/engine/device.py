@@ -64,6 +64,8 @@ class DeviceExecutor:
     ) -> None:
         self.step, self.plan, self.device = step, plan, torch.device(device)
         progress = progress or Silent()
+        if plan.budget is not None:
+            raise UnsupportedError(f"no kernels for a cache that keeps {plan.budget} positions of a prompt")
         fused = fuse_one_row(step)
         self.architecture = device_architecture(self.device)
         check_list(step)

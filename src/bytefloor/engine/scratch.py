@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from bytefloor.engine.cache import CachePlan
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.eviction import OBSERVED
 from bytefloor.ops.op import Sizes, n_elements
 
 BLAS_WORKSPACE_BYTES = 32 << 20
@@ -24,6 +25,8 @@ RESULTS_A_CALL = 4
 
 CODING_BYTES = 2 * 8 * 8
 """Of a lane of K and V, while a page is coded: eight tensors of its size in float64, most for a value's tile."""
+SLOT_BYTES = 8
+"""Of the number of a slot that is kept, int64."""
 
 
 class Rehearsal(TorchFunctionMode):
@@ -115,6 +118,14 @@ def _attention_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: in
     copied = n_band * n_heads * kind.head_size * item_bytes if is_copied else 0
     copies = 2 if kind.recent is None else 3  # of what was gathered: as pages, position by position, those that live
     return max(gathered + made, copies * gathered, gathered + masks + 2 * scores + max(scores, copied))
+
+
+def kept_bytes(step: Step, plan: CachePlan) -> int:
+    """What all layers keep of the prompts that a budget cuts in one step, as numbers of slots, until its end."""
+    n_prompts = min(plan.n_sequences, plan.chunk // OBSERVED)
+    kinds = [kind for kind in step.kinds if kind.window is None]
+    heads = sum(step.n_cache_layers[kind.name] * kind.n_kv_heads for kind in kinds)
+    return n_prompts * heads * (plan.budget or 0) * SLOT_BYTES
 
 
 def band_positions(kind: CacheKind, plan: CachePlan) -> int:
