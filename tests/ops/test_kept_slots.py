@@ -102,8 +102,7 @@ def test_what_is_moved_is_what_was_there_bit_for_bit(storage: str, rotated: int,
 def test_keys_that_are_values_are_put_together_before_they_are_chosen_by() -> None:
     """As attention reads them: turning lanes as they are, all others as values times the norm's weight."""
     cache, k_norm = filled("bf16", 4), torch.rand(E) + 0.5
-    q = torch.randn(3, 2 * J, E)
-    keys, values = gather_band(cache, TABLE, 0, N, E, reader(q, "bf16", 4, k_norm))
+    keys, values = gather_band(cache, TABLE, 0, N, E, reader(torch.float32, E, "bf16", 4, k_norm))
     still = [2, 3, 6, 7]
     assert torch.equal(keys[..., still], values[..., still] * k_norm[still])
     assert not torch.equal(keys[..., :2], values[..., :2] * k_norm[:2])

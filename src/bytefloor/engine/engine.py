@@ -307,7 +307,8 @@ class Engine:
             if self._looping is not sequence:
                 self._leave_loop()
                 self._looping, self._is_shown = sequence, False
-                loop.start(sequence.sampler, sequence.ids, len(sequence.request.prompt_ids))
+                n_prompt, dropped = len(sequence.request.prompt_ids), sequence.cache.dropped
+                loop.start(sequence.sampler, sequence.ids, n_prompt, dropped)
             n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
             while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
                 pass

@@ -39,10 +39,11 @@ class Evictions:
         """cache: the layer's pages. q [T, H, E]: queries of all rows, any float. tables int64 [B, n_table]. read: see
         ``ops/attention.py``; it gives keys in the dtype that votes are to be counted in."""
         n_kv, group = cache.shape[2], q.shape[1] // cache.shape[2]
+        keys_of = cache if layer.kind.rotated else cache[:, :1]
         for sequence, end, n_slots in self._ends:
             kept, table = [], tables[sequence]
             for j in range(n_kv):  # one by one: scores of all heads may be more than there is room for
-                keys, _ = gather_band(cache[:, :, j : j + 1], table, 0, n_slots, q.shape[-1], read)
+                keys = gather_band(keys_of[:, :, j : j + 1], table, 0, n_slots, q.shape[-1], read)[0]
                 rows = q[end - OBSERVED : end, j * group : (j + 1) * group].to(keys.dtype)
                 kept.append(kept_slots(rows, keys, scale, self._n_kept))
             self._chosen.append((layer, table, torch.cat(kept), q.shape[-1]))

@@ -125,7 +125,8 @@ class ReferenceExecutor:
         workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
         item_bytes = self.precision.compute.itemsize
         running = max(step_bytes(self.step, self.plan, item_bytes, n_rows) for n_rows in (None, self.most_draft_rows))
-        return max(workspace + running + kept_bytes(self.step, self.plan), *narrowed, 0)
+        kept = kept_bytes(self.step.kinds, self.step.n_cache_layers, self.plan)
+        return max(workspace + running + kept, *narrowed, 0)
 
     def _kv(self) -> str:
         """What the cache keeps: rounded values stand in the dtype of activations, unless pages are coded."""
@@ -229,9 +230,9 @@ class ReferenceExecutor:
             given = {**constants, **{name: values[source] for name, source in sources}}
             result = call.op.reference(**given)
             if batch.evicting and id(call) in self._deciding:
-                read = reader(given["q"], given["storage"], given["rotated"], given.get("k_norm"))
-                layer = self._deciding[id(call)]
-                evictions.choose(layer, given["cache"], given["q"], given["table"], given["scale"], read)
+                layer, q, how = self._deciding[id(call)], given["q"], (given["storage"], given["rotated"])
+                read = reader(q.dtype, q.shape[-1], *how, given.get("k_norm"))
+                evictions.choose(layer, given["cache"], q, given["table"], given["scale"], read)
             if call.output is not None:
                 values[call.output.id] = result
                 if observe is not None:
