@@ -101,8 +101,8 @@ def norm_call() -> OpCall:
     return OpCall(OPS["rms_norm"], "test", {}, {"eps": 1e-6}, None, {})
 
 
-def step_state(token: int = 0, position: int = 0, n_steps: int = 1) -> Tensor:
-    return torch.tensor([token, position, n_steps], dtype=torch.int32, device="cuda")
+def step_state(token: int = 0, position: int = 0, n_steps: int = 1, dropped: int = 0) -> Tensor:
+    return torch.tensor([token, position, n_steps, dropped], dtype=torch.int32, device="cuda")
 
 
 def handed(x: Tensor, n_steps: int = 1) -> Tensor:

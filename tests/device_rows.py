@@ -23,7 +23,7 @@ from bytefloor.model.step import OpCall, Step
 
 Executor = DeviceExecutor | ReferenceExecutor
 Make = Callable[..., DeviceExecutor]
-"""(step, plan) -> a device executor whose buffers and pages hold NaN."""
+"""(step, plan, more settings) -> a device executor whose buffers and pages hold NaN."""
 
 
 def step_of(checkpoint: Checkpoint, rounding: Rounding = DEVICE_ROUNDING) -> Step:

@@ -66,7 +66,7 @@ def memory_for(n_vocabulary, capacity=600, device="cpu", banned=()):
         device=torch.device(device),
         pools={},
         tables={},
-        state=torch.zeros(3, dtype=torch.int32, device=device),
+        state=torch.zeros(4, dtype=torch.int32, device=device),
         history=torch.zeros(capacity + 1, dtype=torch.int32, device=device),
         banned=mask.to(device),
         logits=torch.zeros(n_vocabulary, device=device),

@@ -126,7 +126,7 @@ class TwinKernel(RowTwins, FlashTwin):
         return self.device.matrices[packed.data_ptr()]
 
     def embed(self, table: Tensor, state: Tensor, out: Tensor) -> None:
-        tokens = state.view(-1, 3)[:, 0].long()
+        tokens = state.view(-1, 4)[:, 0].long()
         out.copy_((self.matrix(table)[tokens] * self.f("SCALE")).flatten())
 
     def highest(self, values: Tensor, maxima: Tensor, best: Tensor, places: Tensor, n: int, length: int) -> None:
@@ -247,8 +247,8 @@ class TwinKernel(RowTwins, FlashTwin):
 
     def per_layer(self, projected: Tensor, weight: Tensor, table: Tensor, state: Tensor, out: Tensor) -> None:
         n_layers, width = self.n("L"), self.n("P")
-        for token, row in enumerate(state.view(-1, 3)[:, 0].tolist()):
-            own_projected = projected.view(state.numel() // 3, self.n("PLANES"), -1)[token]
+        for token, row in enumerate(state.view(-1, 4)[:, 0].tolist()):
+            own_projected = projected.view(state.numel() // 4, self.n("PLANES"), -1)[token]
             planes = own_projected[:, : n_layers * width].sum(0) * self.f("PROJECTED_SCALE")
             normed = OPS["rms_norm"].reference(planes.view(n_layers, width), self.f("EPS"), weight)
             own = self.matrix(table)[row].view(n_layers, width) * self.f("OWN_SCALE")
@@ -259,15 +259,15 @@ class TwinKernel(RowTwins, FlashTwin):
         table: Tensor, n_table: int, state: Tensor, parts: Tensor, sums: Tensor, call: int, n_calls: int, out: Tensor,
     ) -> None:  # fmt: skip
         assert 0 <= call < n_calls
-        n_tokens = state.numel() // 3
-        for token, (_, position, _) in enumerate(state.view(-1, 3)):
+        n_tokens = state.numel() // 4
+        for token, (_, position, _, dropped) in enumerate(state.view(-1, 4)):
             own_table = table.view(n_tokens, n_table)[token]
             rows = qkv.view(n_tokens, -1)[token]
-            self._attend(
-                rows, q_weight, k_weight, frequencies, cache, own_table, position, out.view(n_tokens, -1)[token]
-            )
+            slot = position if self.n("WINDOW") else position - dropped
+            own_out = out.view(n_tokens, -1)[token]
+            self._attend(rows, q_weight, k_weight, frequencies, cache, own_table, position, slot, own_out)
 
-    def _attend(self, qkv, q_weight, k_weight, frequencies, cache, table, position, out) -> None:
+    def _attend(self, qkv, q_weight, k_weight, frequencies, cache, table, position, slot, out) -> None:
         e, n_heads, j = self.n("E"), self.n("H"), self.n("J")
         storage = {number: name for name, number in STORAGES.items()}[self.n("STORAGE")]
         rotated, read_norm = self.n("ROTATED"), k_weight if self.n("ROTATED") else None
@@ -275,7 +275,7 @@ class TwinKernel(RowTwins, FlashTwin):
         assert cache.shape[1:] == page
         assert cache.dtype == dtype
         heads = qkv.view(self.n("PLANES_IN"), self.n("N_IN")).sum(0).view(-1, e)
-        position = position[None].long()
+        position, slot = position[None].long(), slot[None].long()
         first, rows = torch.zeros(1, dtype=torch.int64), table[None].long()
         q = self._turned(heads[:n_heads], q_weight, frequencies, position)
         if self.n("OWNS_KV") or self.n("MODE") == 1:
@@ -284,12 +284,12 @@ class TwinKernel(RowTwins, FlashTwin):
             k = self._turned(k, k_weight, frequencies, position)
             if self.n("V_NORM"):
                 v = OPS["rms_norm"].reference(v, self.f("EPS"))
-            OPS["cache_write"].reference(k[None], v[None], position, first, rows, cache, storage, rotated)
+            OPS["cache_write"].reference(k[None], v[None], slot, first, rows, cache, storage, rotated)
         if self.n("MODE") == 1:
             return
         window = self.n("WINDOW") or None
         mixed = OPS["attention"].reference(
-            q[None], position, first, rows, cache, self.f("SCALE"), window, storage, rotated, read_norm
+            q[None], slot, first, rows, cache, self.f("SCALE"), window, storage, rotated, read_norm
         )
         out.copy_(mixed.flatten())
 
@@ -305,12 +305,12 @@ class TwinKernel(RowTwins, FlashTwin):
     def logits(
         self, y: Tensor, banned: Tensor, out: Tensor, bests: Tensor, counter: Tensor, state: Tensor, history: Tensor
     ) -> None:
-        n_tokens, cap = state.numel() // 3, self.f("CAP")
+        n_tokens, cap = state.numel() // 4, self.f("CAP")
         assert history.shape[-1] == self.n("HISTORY")
-        for token, own in enumerate(state.view(-1, 3)):
+        for token, own in enumerate(state.view(-1, 4)):
             values = y.view(n_tokens, self.n("PLANES"), self.n("ROWS"))[token].sum(0)[: self.n("V")]
             out.view(n_tokens, -1)[token] = OPS["soft_cap"].reference(values, cap) if cap else values
             best = int(out.view(n_tokens, -1)[token].masked_fill(banned.bool(), float("-inf")).argmax())
             history.view(n_tokens, -1)[token, int(own[1])] = best
             own[0] = best
-            own[1:] += 1
+            own[1:3] += 1

@@ -126,7 +126,7 @@ class OneBehindTogether:
         ]
         logits = self._executor.run(replace(batch, tokens=tokens))
         self._drawn = [
-            self._sample(draw, row, at) for draw, row, at in zip(draws, logits.numpy(), batch.slots, strict=True)
+            self._sample(draw, row, at) for draw, row, at in zip(draws, logits.numpy(), batch.positions, strict=True)
         ]
         self.n_launched += 1
         return [self._handed_back(sampled) for sampled in self._drawn]

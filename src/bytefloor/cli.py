@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from bytefloor import __version__
 from bytefloor.cli_bench import bench_app
-from bytefloor.cli_flags import ContextOption, DeviceOption, KvOption, ModelOption, parse_size
+from bytefloor.cli_flags import ContextOption, DeviceOption, KvBudgetOption, KvOption, ModelOption, parse_size
 from bytefloor.cli_frontier import frontier
 from bytefloor.cli_perplexity import perplexity
 from bytefloor.cli_profile import profile
@@ -103,20 +103,23 @@ def _settings(
     device: str,
     weights: str,
     kv: str | None,
+    kv_budget: int | None,
     n_sequences: int = 1,
     speculates: bool = True,
     **sampling: Any,
 ) -> tuple[Any, Any]:
     """EngineOptions and SamplingParams from flags."""
-    from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions, check_kv
+    from bytefloor.engine.loading import WEIGHT_TYPES, EngineOptions, check_budget, check_kv
     from bytefloor.engine.sampling_params import SamplingParams
 
     if weights not in WEIGHT_TYPES:
         raise RequestError(f"--weights {weights}: expected {' or '.join(WEIGHT_TYPES)}")
     check_kv(kv)
+    check_budget(kv_budget, kv)
     options = EngineOptions(
-        context=context, device=device, weights=weights, n_sequences=n_sequences, kv=kv, speculates=speculates
-    )
+        context=context, device=device, weights=weights, n_sequences=n_sequences, kv=kv, speculates=speculates,
+        kv_budget=kv_budget,
+    )  # fmt: skip
     return options, SamplingParams(**sampling)
 
 
@@ -150,6 +153,7 @@ def run(
     no_speculation: SpeculationOption = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
+    kv_budget: KvBudgetOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Answer one prompt."""
@@ -162,8 +166,8 @@ def run(
     text = read_prompt(prompt, file)
     check_texts(system=system, stop=stop, json_schema=json_schema, regex=regex)
     options, sampling = _settings(
-        context, device, weights, kv, speculates=not no_speculation, temperature=temp, top_k=top_k, top_p=top_p,
-        min_p=min_p, repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
+        context, device, weights, kv, kv_budget, speculates=not no_speculation, temperature=temp, top_k=top_k,
+        top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
     )  # fmt: skip
     form = read_grammar(json_schema, grammar, regex)
     asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form, reasoning_budget)
@@ -187,6 +191,7 @@ def chat(
     hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show reasoning.")] = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
+    kv_budget: KvBudgetOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Talk with a model, turn by turn; /help inside lists the commands."""
@@ -196,7 +201,7 @@ def chat(
 
     check_texts(system=system, stop=stop)
     options, sampling = _settings(
-        context, device, weights, kv, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
+        context, device, weights, kv, kv_budget, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repeat_penalty, seed=seed,
     )  # fmt: skip
     converse(model, options, ChatOptions(sampling, tokens, tuple(stop or ()), system, thinking, not hide_thinking))
@@ -221,6 +226,7 @@ def serve(
     no_speculation: SpeculationOption = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
+    kv_budget: KvBudgetOption = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Answer over HTTP, as OpenAI's API does."""
@@ -231,7 +237,7 @@ def serve(
         from bytefloor.tools.session import check_texts
 
     check_texts(alias=alias)
-    options, _ = _settings(context, device, weights, kv, n_sequences=parallel, speculates=not no_speculation)
+    options, _ = _settings(context, device, weights, kv, kv_budget, n_sequences=parallel, speculates=not no_speculation)
     origins = tuple(origin.strip() for origin in cors.split(",") if origin.strip())
     allowed = ServerOptions(alias, api_key, origins, timeout, max_body)
     raise typer.Exit(serve_model(model, host, port, options, allowed))

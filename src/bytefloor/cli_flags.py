@@ -52,3 +52,11 @@ KvOption = Annotated[
         "quarter, k4v2.",
     ),
 ]
+KvBudgetOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-budget",
+        metavar="N",
+        help="Of a longer prompt keep the N positions that its end attends to; sliding layers keep their windows.",
+    ),
+]

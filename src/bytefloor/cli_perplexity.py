@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bytefloor.cli_flags import DeviceOption, KvOption, ModelOption, parse_size
+from bytefloor.cli_flags import DeviceOption, KvBudgetOption, KvOption, ModelOption, parse_size
 from bytefloor.tools import interrupt
 
 
@@ -36,6 +36,7 @@ def perplexity(
         Path | None, typer.Option("--save-base", metavar="FILE", help="Keep all probabilities, for --base.")
     ] = None,
     kv: KvOption = None,
+    kv_budget: KvBudgetOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="All of it, as JSON.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the row to this file too, as JSON.")] = None,
     device: DeviceOption = "auto",
@@ -48,7 +49,7 @@ def perplexity(
 
     text = read_text(file)
     writer = RowWriter("none", save)
-    options = PerplexityOptions(context, stride, chunks, chat, by, base, save_base, kv, device)
+    options = PerplexityOptions(context, stride, chunks, chat, by, base, save_base, kv, kv_budget, device)
     with RunningEstimate() as show:
         row = measure(model, text, options, show)
     writer.add(row)

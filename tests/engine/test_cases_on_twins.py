@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,8 +26,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     twins = TwinDevice()
     twins.install(monkeypatch)
 
-    def make_executor(step: Step, plan: CachePlan) -> DeviceExecutor:
-        executor = DeviceExecutor(step, plan, device="cpu")
+    def make_executor(step: Step, plan: CachePlan, **settings: Any) -> DeviceExecutor:
+        executor = DeviceExecutor(step, plan, device="cpu", **settings)
         twins.know(executor)
         executor.poison()
         return executor

@@ -44,7 +44,7 @@ def test_tokens_and_logprobs_equal_the_hosts(stage, kind, monkeypatch):
             found = driven.by_device(logits)
             assert_alike(found, driven.by_host(logits))
             assert driven.sampler.bound(driven.sampler.record.tolist()) == pytest.approx(driven.host.mu, abs=1e-9)
-            assert driven.memory.state.tolist() == [found.id, driven.position, 0]
+            assert driven.memory.state.tolist() == [found.id, driven.position, 0, 0]
             assert driven.memory.history[driven.position - 1] == found.id
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,8 +35,8 @@ def card(device: torch.device) -> torch.device:
 def make() -> Make:
     """Makes a device executor whose buffers and pages hold NaN."""
 
-    def make_executor(step: Step, plan: CachePlan) -> DeviceExecutor:
-        executor = DeviceExecutor(step, plan)
+    def make_executor(step: Step, plan: CachePlan, **settings: Any) -> DeviceExecutor:
+        executor = DeviceExecutor(step, plan, **settings)
         executor.poison()
         return executor
 

@@ -176,13 +176,13 @@ class Attending:
         self.sums = torch.zeros(self.launched.n_sums, dtype=torch.int64, device="cuda")
         self.out = torch.full((n_heads * e,), float("nan"), device="cuda")
 
-    def run(self, n_steps: int, position: int | None = None) -> Tensor:
+    def run(self, n_steps: int, position: int | None = None, dropped: int = 0) -> Tensor:
         position = self.position if position is None else position
         frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device="cuda")
         launch(
             self.launched.kernel, self.launched.grid, handed(self.qkv, n_steps),
             self.q_weight, self.k_weight, frequencies, self.cache, self.table.cuda(), len(self.table),
-            step_state(0, position, n_steps), self.parts, self.sums, 3, 7, self.out,
+            step_state(0, position, n_steps, dropped), self.parts, self.sums, 3, 7, self.out,
         )  # fmt: skip
         return taken(self.out, n_steps).clone()
 
@@ -261,6 +261,26 @@ def rope_of(style: str | None, frequencies: tuple[float, ...], position: int) ->
         return OPS["rope"].reference(x[:, None], positions, style, frequencies)[:, 0]
 
     return turn
+
+
+@pytest.mark.parametrize("storage", ["bf16", "int8"])
+@pytest.mark.parametrize("position", [63, 64, 300, 900])
+def test_what_was_dropped_moves_slots_and_no_angle(position: int, storage: str) -> None:
+    """Without a window a row 1,000 positions on, all of which are dropped, finds the same keys and leaves its own in
+    the same place, turned by 1,000 positions more. Where nothing turns, or with a window, not a bit is another."""
+    for window, style in ((None, None), (None, "split"), (64, "split")):
+        a = Attending(128, 8, 2, window, position, False, style, storage=storage)
+        expected, written = a.run(1), a.written(128)
+        again = a.run(2, position + 1000, 1000) if window is None else a.run(2, position, 1000)
+        if style is None or window is not None:
+            assert torch.equal(again, expected)
+            assert torch.equal(a.written(128), written)
+            continue
+        assert relative_error(again, expected) > 1e-3
+        k, v = a.qkv.double().sum(0).view(-1, 128)[8:].split(2)
+        turned = rope_of(style, a.frequencies, position + 1000)(head_norm(k) * a.k_weight.double())
+        check_written(a.written(128), torch.stack((turned, head_norm(v))).float(), storage)
+        assert torch.equal(a.written(128)[1], written[1])
 
 
 def test_rope_is_right_far_out() -> None:

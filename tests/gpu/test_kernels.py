@@ -219,7 +219,7 @@ def run_logits(values: Tensor, banned: list[int], cap: float) -> tuple[Tensor, i
     state, history = step_state(7, 3), torch.zeros(9, dtype=torch.int32, device="cuda")
     bests, counter = torch.zeros(16, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     launch(kernel, (8, 1), handed(values), mask, out, bests, counter, state, history)
-    assert state[1:].tolist() == [4, 2]
+    assert state[1:].tolist() == [4, 2, 0]
     assert history[3].item() == state[0].item()
     return out, int(state[0])
 

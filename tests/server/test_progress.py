@@ -49,6 +49,15 @@ def test_the_share_is_the_time_of_the_bytes_in_the_time_it_took(opened: Opened) 
     assert floor.share(20, 11, 40 * ideal_s) == pytest.approx(0.25)
     assert floor.share(20, 1, 1.0) is None
     assert floor.share(20, 2, 0.0) is None
+    # Of a prompt that was cut only what was kept is read, but for layers with a window.
+    cut, window = Floor(step, gb_s=2.0, budget=12), [kind.window for kind in step.kinds]
+    assert window.count(None) == 1
+    assert len(window) == 2
+    kept = sum(call.cache_bytes({"T": 1, "B": 1, "S": 18}) for call in step.calls if call.op.reads_cache)
+    whole = sum(call.cache_bytes({"T": 1, "B": 1, "S": 26}) for call in step.calls if call.op.reads_cache)
+    assert kept < whole
+    assert cut.share(20, 11, 10 * ideal_s) == pytest.approx((n_bytes - whole + kept) / n_bytes)
+    assert cut.share(12, 11, 1.0) == floor.share(12, 11, 1.0)
 
 
 def test_figures_come_now_and_then() -> None:

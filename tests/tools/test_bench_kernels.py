@@ -123,7 +123,7 @@ def test_launches_find_the_values_of_the_last_step(
     numbers: list[int] = []
 
     def time_launches(launches: Sequence[Launch], *rest: object) -> list[float]:
-        states = [argument for launch in launches for argument in tensors(launch) if argument.shape == (3,)]
+        states = [argument for launch in launches for argument in tensors(launch) if argument.shape == (4,)]
         numbers.extend(int(state[2]) for state in states)
         return [1.0]
 

@@ -20,8 +20,10 @@ class PageCopy:
 class Batch:
     """T token rows of B sequences. Rows of one sequence are contiguous and ascend.
 
-    tokens, positions, slots, sequence: T numbers each. wanted: the R rows whose logits are asked for.
-    tables: for each cache kind, B rows of page ids.
+    tokens, positions, slots, sequence: T numbers each. slots: where rows go in layers without a window; in layers with
+    one that is their position. wanted: the R rows whose logits are asked for.
+    tables: for each cache kind, B rows of page ids. evicting: sequences whose prompt ends with their last row, and of
+    which layers without a window then keep the plan's budget, in the first slots.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -31,6 +33,7 @@ class Batch:
     wanted: list[int] = field(default_factory=list)
     tables: dict[str, list[list[int]]] = field(default_factory=dict)
     copies: list[PageCopy] = field(default_factory=list)
+    evicting: list[int] = field(default_factory=list)
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -53,4 +56,5 @@ def part_of(batch: Batch, rows: Sequence[int]) -> Batch:
         sequence=[members.index(batch.sequence[row]) for row in rows],
         wanted=[i for i, row in enumerate(rows) if row in wanted],
         tables={name: [tables[sequence] for sequence in members] for name, tables in batch.tables.items()},
+        evicting=[members.index(sequence) for sequence in batch.evicting if sequence in members],
     )

@@ -75,7 +75,7 @@ class BatchLoop:
             if any(source != KNOWN for source in sources):
                 drawn = self._sampler.tokens[self._on_device(np.maximum(sources, 0))]
                 drawn = drawn.where(self._on_device(sources) != KNOWN, self._on_device(batch.tokens))
-            self._sampler.ask(draws, batch.slots)
+            self._sampler.ask(draws, batch.positions)
             return self._drawn(self._start(batch, drawn), draws)
 
     @torch.inference_mode()

@@ -3,6 +3,9 @@
 A ring of pages. Position p of a sequence lies, for each cache kind, in page ``table[(p // PAGE) % n_table]`` at offset
 p % PAGE. Pages are counted by reference, handed out just before they are written, copied on write when shared, and
 returned once they have fallen out of the window. Page 0 of every pool is the null page: padded rows write there.
+
+Where a prompt is cut to a budget, layers without a window have dropped some of its positions, the same number in each.
+What they keep lies in the first slots, and position p after it in slot p - dropped: there read slot for position above.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from bytefloor.engine.batch import Batch, PageCopy
 from bytefloor.errors import CapacityError, RequestError
 from bytefloor.model.step import CacheKind
+from bytefloor.ops.eviction import OBSERVED
 from bytefloor.ops.pages import PAGE_SIZE
 
 NULL_PAGE = 0
@@ -30,7 +34,9 @@ class CachePlan:
     capacity: positions a sequence may have. chunk: most rows of one sequence in one step. n_sequences: how many run
     at once. n_snapshots: how many finished or forked prefixes can keep the windows of their sliding layers.
     positions: how many all sequences and prefixes have together; None for as many as n_sequences of full capacity take.
-    RequestError where that is less than one sequence may have.
+    budget: of a longer prompt layers without a window keep so many positions once it is read; None for all of them.
+    RequestError where positions are less than one sequence may have, for a budget without room for more than the rows
+    that choose, and where these might not find a place in one step.
     """
 
     capacity: int
@@ -39,6 +45,7 @@ class CachePlan:
     n_snapshots: int = 4
     page_size: int = PAGE_SIZE
     positions: int | None = None
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.positions is not None and self.positions < self.capacity:
@@ -46,6 +53,23 @@ class CachePlan:
                 f"a cache of {self.positions} positions in all: one sequence may have {self.capacity}, "
                 "expected at least as many"
             )
+        if self.budget is None:
+            return
+        if self.budget <= OBSERVED:
+            raise RequestError(
+                f"a budget of {self.budget} positions: expected more than {OBSERVED}, the last rows of a prompt, "
+                "which choose what is kept"
+            )
+        # The rows that choose go together, also where all other sequences decode beside them.
+        needed = OBSERVED + self.n_sequences - 1
+        if self.budget < self.capacity and self.chunk < needed:
+            raise RequestError(
+                f"chunks of {self.chunk} rows: a budget for {self.n_sequences} sequences needs at least {needed}"
+            )
+
+    def cuts(self, n_prompt: int) -> bool:
+        """Whether a prompt of this length loses positions."""
+        return self.budget is not None and n_prompt > self.budget
 
     @property
     def most_positions(self) -> int:
@@ -84,7 +108,7 @@ class Room:
     """What is asked of a cache before it is known who computes.
 
     capacity: positions a sequence may have. chunk: most rows of one step, None for what suits whoever computes.
-    n_sequences, n_snapshots, positions: as in ``CachePlan``.
+    n_sequences, n_snapshots, positions, budget: as in ``CachePlan``.
     """
 
     capacity: int
@@ -92,6 +116,7 @@ class Room:
     n_sequences: int = 1
     n_snapshots: int = 4
     positions: int | None = None
+    budget: int | None = None
 
     def plan(self, chunk: int) -> CachePlan:
         """chunk: where none was asked for. More than all sequences can have buys nothing, and costs buffers.
@@ -103,7 +128,9 @@ class Room:
         if chunk < 1:
             raise RequestError(f"chunks of {chunk} rows: expected at least 1")
         chunk = min(chunk, self.n_sequences * self.capacity)
-        return CachePlan(self.capacity, chunk, self.n_sequences, self.n_snapshots, positions=self.positions)
+        return CachePlan(
+            self.capacity, chunk, self.n_sequences, self.n_snapshots, positions=self.positions, budget=self.budget
+        )
 
 
 class PagePool:
@@ -163,13 +190,16 @@ class PagePool:
 class SequenceCache:
     """The pages of one sequence, over all kinds.
 
-    length: positions that are written. ``reserve`` before a step, ``commit`` after it.
+    length: positions that are written. dropped: of them, those that layers without a window have no more. ``reserve``
+    before a step, ``commit`` after it.
     """
 
     def __init__(self, plan: CachePlan, kinds: Sequence[CacheKind], pools: dict[str, PagePool]) -> None:
         self.plan = plan
         self.kinds = tuple(kinds)
-        self.length = 0
+        self.length = self.dropped = 0
+        # Where the prompt ends, if it is to be cut there, or has been; otherwise 0.
+        self._cut_at = 0
         self._sliding = [(kind, kind.window) for kind in kinds if kind.window is not None]
         self._is_kept = False
         self._pools = pools
@@ -179,13 +209,36 @@ class SequenceCache:
         # Tables since the last change of pages.
         self._tables: dict[str, list[int]] = {}
 
+    def cut_at(self, n_prompt: int) -> None:
+        """Once this many positions are written the prompt is whole, and is cut to the plan's budget if it is longer."""
+        self._cut_at = n_prompt if self.plan.cuts(n_prompt) else 0
+
+    def together(self, n_rows: int) -> int:
+        """How many of the next n_rows may be one step's. Of a prompt that will be cut the last OBSERVED rows are, and
+        nothing comes behind them: their attention to all before them says what is kept."""
+        n_left = self._n_to_cut
+        if n_left == 0:
+            return n_rows
+        return n_left if n_rows >= n_left else max(0, min(n_rows, n_left - OBSERVED))
+
+    @property
+    def _n_to_cut(self) -> int:
+        """Rows up to the end of a prompt that is to be cut; 0 where none is."""
+        return max(0, self._cut_at - self.length)
+
+    def _is_cut_before(self, end: int) -> bool:
+        return self.length < self._cut_at <= end
+
+    def _slot(self, kind: CacheKind, position: int) -> int:
+        return position - self.dropped if kind.window is None else position
+
     def reserve(self, n_rows: int) -> list[PageCopy]:
         """Make the next n_rows positions writable; returns the copies that must happen before they are written.
 
         CapacityError when the sequence's capacity or a pool is exhausted; then nothing has been taken.
         """
         end = self.length + n_rows
-        if end <= self._writable_to and n_rows <= self.plan.chunk:
+        if end <= self._writable_to and n_rows <= self.plan.chunk and not self._is_cut_before(end):
             return []
         if end > self.plan.capacity:
             raise CapacityError(f"sequence would reach {end} positions, capacity is {self.plan.capacity}")
@@ -200,14 +253,28 @@ class SequenceCache:
                     f"cache {kind.name}: {n_needed} pages needed, {pool.n_free} of {pool.n_pages - 1} free"
                 )
         copies = [copy for kind, index in needed for copy in self._make_writable(kind, index)]
-        self._writable_to = min(self.plan.capacity, ceil_div(end, self.plan.page_size) * self.plan.page_size)
+        self._writable_to = min(self.plan.capacity, *(self._page_end(kind, end) for kind in self.kinds))
         return copies
 
+    def _page_end(self, kind: CacheKind, end: int) -> int:
+        """The last position, rounded up, that the pages of those up to ``end`` have room for."""
+        size, slot = self.plan.page_size, self._slot(kind, end)
+        return end - slot + ceil_div(slot, size) * size
+
     def _unwritable(self, kind: CacheKind, end: int) -> list[int]:
-        """Which of the pages up to ``end`` are not held yet, or are shared."""
+        """Which of the pages up to ``end`` are not held yet, or are shared. Where a prompt is cut before that, what it
+        keeps is written to its first pages."""
         pages, pool, size = self._pages[kind.name], self._pools[kind.name], self.plan.page_size
-        touched = range(self.length // size, ceil_div(min(end, kind.most or end), size))
+        first, end_slot = self._slot(kind, self.length) // size, self._slot(kind, end)
+        touched = [*range(first, ceil_div(min(end_slot, kind.most or end_slot), size))]
+        if kind.window is None and self._is_cut_before(end):
+            touched = [*range(min(first, self._n_kept_pages)), *touched]
         return [index for index in touched if index not in pages or pool.is_shared(pages[index])]
+
+    @property
+    def _n_kept_pages(self) -> int:
+        """Of a prompt that is cut."""
+        return ceil_div(self.plan.budget or 0, self.plan.page_size)
 
     def _make_writable(self, kind: CacheKind, index: int) -> list[PageCopy]:
         pages, pool = self._pages[kind.name], self._pools[kind.name]
@@ -225,12 +292,15 @@ class SequenceCache:
         n_reserved: make this many positions writable where that is more: a device that feeds its own tokens back will
         write them too.
         """
-        self.show(batch, max(len(ids), n_reserved))
+        n, start = len(ids), self.length
+        assert n == self.together(n), f"{n} rows from {start} on, but those before {self._cut_at} choose what is kept"
+        self.show(batch, max(n, n_reserved))
         first_row, index = len(batch.tokens), max(batch.sequence, default=-1) + 1
-        places = range(self.length, self.length + len(ids))
         batch.tokens.extend(ids)
-        batch.positions.extend(places)
-        batch.slots.extend(places)
+        batch.positions.extend(range(start, start + n))
+        batch.slots.extend(range(start - self.dropped, start - self.dropped + n))
+        if n == self._n_to_cut:
+            batch.evicting.append(index)
         batch.sequence.extend([index] * len(ids))
         batch.wanted.extend(first_row + row for row in wanted)
 
@@ -243,7 +313,7 @@ class SequenceCache:
     def is_writable(self, n_rows: int) -> bool:
         """Whether the next n_rows positions need no page that is not held."""
         end = self.length + n_rows
-        if end <= self._writable_to:
+        if end <= self._writable_to and not self._is_cut_before(end):
             return True
         return end <= self.plan.capacity and not any(self._unwritable(kind, end) for kind in self.kinds)
 
@@ -264,6 +334,16 @@ class SequenceCache:
             first = (self.length - window + 1) // size
             if first > (before - window + 1) // size:
                 self._release(kind, [index for index in self._pages[kind.name] if index < first])
+        if before < self._cut_at == self.length:
+            self._drop()
+
+    def _drop(self) -> None:
+        """The prompt was cut: pages beyond its budget are returned."""
+        assert self.plan.budget is not None
+        self.dropped, self._writable_to = self.length - self.plan.budget, 0
+        for kind in self.kinds:
+            if kind.window is None:
+                self._release(kind, [index for index in self._pages[kind.name] if index >= self._n_kept_pages])
 
     def _release(self, kind: CacheKind, places: Sequence[int]) -> None:
         pages, pool = self._pages[kind.name], self._pools[kind.name]
@@ -277,28 +357,32 @@ class SequenceCache:
         return 0 if kind.window is None else max(0, length - kind.window + 1)
 
     def can_rewind(self, length: int) -> bool:
-        """Whether all that a row at this position would see is still held."""
-        if not 0 <= length <= self.length:
+        """Whether all that a row at this position would see is still held; of a prompt that was cut, what is kept."""
+        if not (self._cut_at if self.dropped else 0) <= length <= self.length:
             return False
         size = self.plan.page_size
         for kind in self.kinds:
-            needed = range(self._first_visible(kind, length) // size, ceil_div(min(length, kind.most or length), size))
+            slot = self._slot(kind, length)
+            needed = range(self._first_visible(kind, length) // size, ceil_div(min(slot, kind.most or slot), size))
             if any(index not in self._pages[kind.name] for index in needed):
                 return False
         return True
 
     def rewind(self, length: int) -> None:
-        """Forget the positions from ``length`` on. CapacityError where sliding layers no longer hold their window."""
+        """Forget the positions from ``length`` on. CapacityError where layers no longer hold what its row would see."""
         if not self.can_rewind(length):
-            raise CapacityError(f"cannot rewind from {self.length} to {length}: its window has been returned")
+            why = "the prompt was cut" if self.dropped and length < self._cut_at else "its window has been returned"
+            raise CapacityError(f"cannot rewind from {self.length} to {length}: {why}")
         self.length, self._writable_to = length, 0
         for kind in self.kinds:
-            self._release(kind, [index for index in self._pages[kind.name] if index * self.plan.page_size >= length])
+            end = ceil_div(self._slot(kind, length), self.plan.page_size)
+            self._release(kind, [index for index in self._pages[kind.name] if index >= end])
 
     def fork(self) -> SequenceCache:
         """A second owner of the same positions; whichever writes into a shared page first copies it."""
         twin = SequenceCache(self.plan, self.kinds, self._pools)
         twin.length, self._writable_to = self.length, 0
+        twin.dropped, twin._cut_at = self.dropped, self._cut_at if self.dropped else 0
         for kind in self.kinds:
             for index, page in self._pages[kind.name].items():
                 self._pools[kind.name].share(page)
@@ -314,7 +398,7 @@ class SequenceCache:
 
     def free(self) -> None:
         """Return every page."""
-        self.length = self._writable_to = 0
+        self.length = self.dropped = self._writable_to = 0
         self._tables.clear()
         for kind in self.kinds:
             for page in self._pages[kind.name].values():
@@ -341,10 +425,11 @@ def next_rows(
     """A batch of one wanted row of each sequence: its next, or the one behind as many as are under way of it. It and
     they are writable once the copies are made."""
     places = [cache.length + n for cache, n in zip(caches, n_before, strict=True)]
+    slots = [place - cache.dropped for cache, place in zip(caches, places, strict=True)]
     return Batch(
         tokens=tokens,
         positions=places,
-        slots=list(places),
+        slots=slots,
         sequence=list(range(len(caches))),
         wanted=list(range(len(caches))),
         tables={kind.name: [cache.table(kind) for cache in caches] for kind in caches[0].kinds},

@@ -28,15 +28,15 @@ N_AHEAD = 2
 
 @dataclass(frozen=True)
 class Trunk:
-    """What the executor lends: ``show`` brings pages and tables of a batch to the device, ``place`` token and position,
-    ``replay`` computes logits from them. All on one stream. banned_ids: those that the logits
-    kernel never takes. highest: by a kernel, where there is one."""
+    """What the executor lends: ``show`` brings pages and tables of a batch to the device, ``place`` token, position and
+    how many positions layers without a window have dropped, ``replay`` computes logits from them. All on one stream.
+    banned_ids: those that the logits kernel never takes. highest: by a kernel, where there is one."""
 
     memory: DeviceMemory
     stream: torch.cuda.Stream
     banned_ids: frozenset[int]
     show: Callable[[Batch], None]
-    place: Callable[[int, int], None]
+    place: Callable[[int, int, int], None]
     replay: Callable[[], None]
     highest: Highest
 
@@ -76,9 +76,10 @@ class DecodeLoop:
         return supports(params)
 
     @torch.inference_mode()
-    def start(self, sampler: Sampler, ids: Sequence[int], n_prompt: int) -> None:
+    def start(self, sampler: Sampler, ids: Sequence[int], n_prompt: int, dropped: int = 0) -> None:
         """Continue a sequence of known tokens, the first n_prompt of them its prompt, the last not computed yet.
 
+        dropped: positions that layers without a window have no more.
         sampler: the request's own, at the end of ``ids``; it is kept at the end of what ``next`` returns.
         """
         with torch.cuda.stream(self._trunk.stream):
@@ -86,7 +87,7 @@ class DecodeLoop:
             self._trunk.stream.synchronize()
             device_sampler = self._sampler_for(sampler)
             device_sampler.load(sampler, ids, n_prompt)
-            self._trunk.place(ids[-1], len(ids) - 1)
+            self._trunk.place(ids[-1], len(ids) - 1, dropped)
         self._host, self._position = sampler, len(ids) - 1
 
     def _sampler_for(self, sampler: Sampler) -> DeviceSampler:
@@ -100,7 +101,7 @@ class DecodeLoop:
             params.is_greedy and not is_adjusted(params) and self._trunk.banned_ids == frozenset(banned.tolist())
         )
         made = DeviceSampler(params, banned, memory, takes_best, self._trunk.highest)
-        self._trunk.place(0, 1)
+        self._trunk.place(0, 1, 0)
         sample = capture(made.step, self._trunk.stream, memory.device)
         pin = memory.device.type == "cuda"
         rows = [torch.zeros(made.n_record, dtype=torch.float64, pin_memory=pin) for _ in range(N_AHEAD + 1)]

@@ -83,7 +83,7 @@ class DeviceExecutor:
         self._banned_ids = banned_ids
         self._memory = allocate(step, plan, self.device, banned_ids)
         # Pinned, so that the copy to the device does not wait.
-        self._host_state = torch.zeros(2, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._host_state = torch.zeros(3, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._shown_tables: dict[str, list[int]] = {}
         planner = LaunchPlanner(fused, self.weights, self._memory)
         self.launches = planner.plan_all()
@@ -183,7 +183,9 @@ class DeviceExecutor:
         scratch = beside_cache + max(self.weights.packing_bytes(), running)
         weights, table, kv = self.weights.n_bytes(), self.weights.table_bytes(), _kv(self.step)
         n_positions = self.plan.most_positions
-        return launches, MemoryPlan(self.device, weights, self.cache_bytes(), scratch, n_positions, kv, table)
+        return launches, MemoryPlan(
+            self.device, weights, self.cache_bytes(), scratch, n_positions, kv, table, budget=self.plan.budget
+        )
 
     def _plan_rows(self, fused: Sequence[Fused], memory: DeviceMemory) -> RowPlanner:
         most_rows = max(min(self.plan.chunk, self.plan.n_sequences * self.plan.capacity), self.plan.n_sequences)
@@ -204,20 +206,18 @@ class DeviceExecutor:
             self.launch_all(launches)
         return graph
 
-    def _set_state(self, token: int, position: int) -> None:
+    def _set_state(self, token: int, position: int, dropped: int = 0) -> None:
         self._stream.synchronize()
-        self._host_state[0], self._host_state[1] = token, position
-        self._memory.state[:2].copy_(self._host_state, non_blocking=True)
+        was_dropped = int(self._host_state[2])
+        self._host_state[0], self._host_state[1], self._host_state[2] = token, position, dropped
+        self._memory.state[:2].copy_(self._host_state[:2], non_blocking=True)
+        if dropped != was_dropped:
+            self._memory.state[3:].copy_(self._host_state[2:], non_blocking=True)
 
     def _prepare(self, batch: Batch) -> None:
         """Pages that must be copied before they are written, and the tables of one sequence where they changed."""
-        self._begin(batch)
-        self._show({name: rows[0] for name, rows in batch.tables.items()})
-
-    def _begin(self, batch: Batch) -> None:
-        if batch.positions != batch.slots:
-            raise UnsupportedError("the kernels turn a row by its slot: positions that differ from slots have none yet")
         self._copy_pages(batch.copies)
+        self._show({name: rows[0] for name, rows in batch.tables.items()})
 
     def _copy_pages(self, copies: Sequence[PageCopy]) -> None:
         for copy in copies:
@@ -301,8 +301,9 @@ class DeviceExecutor:
         decoding = [
             DecodingRow(
                 batch.tokens[row],
-                batch.slots[row],
+                batch.positions[row],
                 {name: tables[batch.sequence[row]] for name, tables in batch.tables.items()},
+                batch.positions[row] - batch.slots[row],
             )
             for row in rows
         ]
@@ -319,8 +320,10 @@ class DeviceExecutor:
         if n > MOST_ROWS_ONE_BY_ONE and not is_eager:
             return self._prompts.run(batch)
         found: dict[int, Tensor] = {}
-        for row, (token, position) in enumerate(zip(batch.tokens, batch.slots, strict=True)):
-            self._set_state(token, position)
+        if batch.evicting:
+            raise UnsupportedError("rows one by one choose nothing: a prompt that is cut goes by the road of many rows")
+        for row, (token, position, slot) in enumerate(zip(batch.tokens, batch.positions, batch.slots, strict=True)):
+            self._set_state(token, position, position - slot)
             self.launch_all() if is_eager else self._graph.replay()
             if row in batch.wanted:
                 found[row] = self._memory.logits.clone()
@@ -336,15 +339,15 @@ class DeviceExecutor:
         self._check_room(batch, n_tokens)
         with torch.cuda.stream(self._stream):
             self._prepare(batch)
-            self._set_state(batch.tokens[-1], batch.slots[-1])
+            self._set_state(batch.tokens[-1], batch.positions[-1], batch.positions[-1] - batch.slots[-1])
             for _ in range(n_tokens):
                 self._graph.replay()
-        start = batch.slots[-1]
+        start = batch.positions[-1]
         self._stream.synchronize()
         return self.history[start : start + n_tokens]
 
     def _check_room(self, batch: Batch, n_tokens: int) -> None:
-        end = max(batch.slots) + n_tokens
+        end = max(batch.positions) + n_tokens
         if end > self.plan.capacity:
             raise CapacityError(f"{n_tokens} tokens would reach {end} positions, capacity is {self.plan.capacity}")
 
@@ -362,7 +365,7 @@ class DeviceExecutor:
                 graph.replay()
         self._stream.synchronize()
         history = graph.memory.history
-        return torch.stack([history[row, start : start + n_tokens] for row, start in enumerate(batch.slots)])
+        return torch.stack([history[row, start : start + n_tokens] for row, start in enumerate(batch.positions)])
 
     def make_loop(self) -> DecodeLoop:
         """Decoding with the sampling on the device. Whoever asked keeps it: here it would keep the executor alive."""
@@ -388,7 +391,7 @@ class DeviceExecutor:
 
     def _start_together(self, batch: Batch, tokens: Tensor | None) -> RowLogits:
         """Logits of a row of each sequence, for which nobody waits. tokens: int64 on the device, for those of batch."""
-        self._begin(batch)
+        self._copy_pages(batch.copies)
         n = len(batch.tokens)
         if n > max(self._batches, default=0):
             return self._prompts.decode(batch, tokens)

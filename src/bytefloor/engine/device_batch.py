@@ -35,11 +35,13 @@ def draft_sizes_for(n_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class DecodingRow:
-    """A sequence's next token, its position, and its page table of each cache kind."""
+    """A sequence's next token, its position, its page table of each cache kind, and how many positions layers without
+    a window have dropped."""
 
     token: int
     position: int
     tables: dict[str, list[int]]
+    dropped: int = 0
 
 
 PADDING = DecodingRow(0, 0, {})
@@ -60,12 +62,17 @@ class BatchGraph:
         # The same as lists: what has not changed since the last step, nearly all of it, is compared and not copied.
         self._empty = {name: [NULL_PAGE] * table.shape[1] for name, table in memory.tables.items()}
         self._shown = {name: [empty] * self.n_tokens for name, empty in self._empty.items()}
+        self._dropped = [0] * self.n_tokens
 
     def place(self, rows: Sequence[DecodingRow], tokens: Tensor | None = None) -> None:
         """Put rows where the next step finds them. tokens: int64 on the device, in place of the rows' own."""
         padded = [*rows, *[PADDING] * (self.n_tokens - len(rows))]
         state = torch.tensor([(row.token, row.position) for row in padded], dtype=torch.int32)
         self.memory.state[:, :2].copy_(self._pinned(state), non_blocking=True)
+        dropped = [row.dropped for row in padded]
+        if dropped != self._dropped:
+            self.memory.state[:, 3].copy_(self._pinned(torch.tensor(dropped, dtype=torch.int32)), non_blocking=True)
+            self._dropped = dropped
         if tokens is not None:
             self.memory.state[: len(rows), 0].copy_(tokens)
         for name, tables in self._tables.items():

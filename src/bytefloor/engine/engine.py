@@ -115,7 +115,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """One step of the model, and what it gave each request that took part."""
         self._scheduler.admit(self._begin)
-        whole = self._scheduler.plan()
+        whole = [(each, n) for each, n_most in self._scheduler.plan() if (n := each.cache.together(n_most))]
         planned, texts = parted(whole)
         if self._ahead.is_under_way:
             return self._step_together([] if texts else planned)
@@ -201,8 +201,8 @@ class Engine:
 
     def _begin(self, sequence: SequenceState | EmbeddingState) -> bool:
         """Whether there are pages for a sequence beside those that run; then it has begun."""
-        is_new = isinstance(sequence, EmbeddingState)
-        cache = self._pages.begin(sequence.ids, self._scheduler.running, is_new=is_new)
+        n_prompt = None if isinstance(sequence, EmbeddingState) else len(sequence.request.prompt_ids)
+        cache = self._pages.begin(sequence.ids, self._scheduler.running, n_prompt)
         if cache is not None:
             sequence.start(cache)
         return cache is not None
@@ -307,7 +307,8 @@ class Engine:
             if self._looping is not sequence:
                 self._leave_loop()
                 self._looping, self._is_shown = sequence, False
-                loop.start(sequence.sampler, sequence.ids, len(sequence.request.prompt_ids))
+                n_prompt, dropped = len(sequence.request.prompt_ids), sequence.cache.dropped
+                loop.start(sequence.sampler, sequence.ids, n_prompt, dropped)
             n_wanted = N_AHEAD if sequence.may_go_on(self.capacity) else 1
             while loop.n_under_way < n_wanted and self._launch(loop, sequence, loop.n_under_way + 1):
                 pass

@@ -21,9 +21,10 @@ from bytefloor.engine.speculation import Speculation
 from bytefloor.errors import RequestError, UnsupportedError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.files.stored import Checkpoint
-from bytefloor.model.config import Rounding
+from bytefloor.model.config import ModelConfig, Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, load_model
+from bytefloor.ops.eviction import OBSERVED
 from bytefloor.ops.page_codes import CODED
 from bytefloor.text.chat import ChatTemplate
 from bytefloor.text.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ class EngineOptions:
     chunk: most rows of a step, 1 or more; None for KERNEL_CHUNK, REFERENCE_CHUNK or CODED_CHUNK, as it may be. kv: one
     of KV_TYPES, None for the default. n_snapshots: how many prefixes are kept. positions: of all sequences and prefixes
     together, None for n_sequences full contexts; where they run out, sequences wait for each other. speculates: whether
-    what a text has said before is computed ahead, where that pays.
+    what a text has said before is computed ahead, where that pays. kv_budget: of a longer prompt layers without a
+    window keep so many positions, those that its last rows attend to most; None for all of them.
     """
 
     context: int | None = None
@@ -67,6 +69,7 @@ class EngineOptions:
     n_snapshots: int = 4
     positions: int | None = None
     speculates: bool = True
+    kv_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,27 @@ def check_kv(kv: str | None, known: tuple[str, ...] = KV_TYPES) -> None:
         raise RequestError(f"--kv {kv}: expected {', '.join(known[:-1])} or {known[-1]}")
 
 
+def check_budget(budget: int | None, kv: str | None) -> None:
+    """RequestError for one that leaves nothing to choose, and for a cache that single positions cannot leave."""
+    if budget is not None and budget <= OBSERVED:
+        raise RequestError(
+            f"--kv-budget {budget}: expected more than {OBSERVED}, the last rows of a prompt, which choose"
+        )
+    if budget is not None and kv == CODED:
+        raise RequestError(
+            f"--kv-budget {budget}: --kv {CODED} codes pages as a whole, and keeps all positions of them"
+        )
+
+
+def check_has_positions_to_drop(budget: int | None, config: ModelConfig) -> None:
+    """RequestError for a model all of whose layers have windows: they hold no more than those already."""
+    windows = [layer.window for layer in config.layers]
+    if budget is not None and None not in windows:
+        raise RequestError(
+            f"--kv-budget {budget}: every layer of {config.name} has a window and keeps no more than that"
+        )
+
+
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The checkpoint's own tokenizer."""
     if checkpoint.container == "gguf":
@@ -133,7 +157,7 @@ def open_engine(
     template = ChatTemplate.for_tokenizer(tokenizer, model.config.family) if has_template else None
     if look is not None:
         look(Legible(model, tokenizer, template), context)
-    room = Room(context, options.chunk, options.n_sequences, options.n_snapshots, options.positions)
+    room = Room(context, options.chunk, options.n_sequences, options.n_snapshots, options.positions, options.kv_budget)
     banned = never_sampled(tokenizer, model.config.vocabulary_size)
     shorter = "a shorter context (-c)" if options.n_sequences == 1 else "a shorter context (-c), fewer at once"
     narrower = f"{shorter} or --weights bf16 needs less"
@@ -167,6 +191,8 @@ def make_executor(
     ``DeviceExecutor``.
     """
     check_kv(kv)
+    check_budget(room.budget, kv)
+    check_has_positions_to_drop(room.budget, model.config)
     notices: tuple[str, ...] = ()
     advice = advice or Advice()
     if device.type == "cuda":

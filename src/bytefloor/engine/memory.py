@@ -20,7 +20,8 @@ class MemoryPlan:
 
     weights, cache: kept, the cache for n_positions. scratch: the most that is taken beside them at any time.
     kv: what the cache keeps, in words. table: of the weights, a table of per-layer embeddings. on_host: its bytes where
-    it lies in pinned host memory instead, and is no part of the weights.
+    it lies in pinned host memory instead, and is no part of the weights. budget: positions that layers without a window
+    keep of a longer prompt once it is read; while it is read they have all, so the cache is no smaller for it.
     """
 
     device: torch.device
@@ -31,6 +32,7 @@ class MemoryPlan:
     kv: str
     table: int = 0
     on_host: int = 0
+    budget: int | None = None
 
     @property
     def needed(self) -> int:
@@ -38,9 +40,10 @@ class MemoryPlan:
         return self.weights + self.cache + self.scratch
 
     def __str__(self) -> str:
+        budget = "" if self.budget is None else f", a prompt has {self.budget} of them once it is read"
         return (
             f"weights {gigabytes(self.weights)}, "
-            f"cache {gigabytes(self.cache)} ({self.n_positions} positions, {self.kv}), "
+            f"cache {gigabytes(self.cache)} ({self.n_positions} positions, {self.kv}{budget}), "
             f"scratch {gigabytes(self.scratch)}"
         )
 

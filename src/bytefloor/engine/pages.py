@@ -12,6 +12,7 @@ from bytefloor.engine.prefix import PrefixStore
 from bytefloor.engine.scheduler import Scheduler
 from bytefloor.errors import CapacityError
 from bytefloor.model.step import CacheKind
+from bytefloor.ops.eviction import OBSERVED
 
 
 class Holder(Protocol):
@@ -78,15 +79,21 @@ class Pages:
         """Pages of each cache kind, the null page left out."""
         return {name: PageUse(pool.n_pages - 1, pool.n_free, pool.n_idle) for name, pool in self.pools.items()}
 
-    def begin(self, ids: Sequence[int], running: Sequence[Holder], *, is_new: bool = False) -> SequenceCache | None:
+    def begin(self, ids: Sequence[int], running: Sequence[Holder], n_prompt: int | None) -> SequenceCache | None:
         """A cache for a sequence of these tokens that holds the longest stored prefix, or nothing where it is to be
         new; None where pages are short.
+
+        n_prompt: of ids, the prompt, the last OBSERVED of which are left to compute where it will be cut; None for
+        what is to be new.
 
         Free and idle pages must do for all of its tokens, for what the others still have to read, and for one page
         more for each of them. Nothing is taken yet, and prefixes give way only once it is. Alone it may always begin.
         """
-        found = None if is_new else self.prefixes.find(ids)
+        found = None
+        if n_prompt is not None:
+            found = self.prefixes.find(ids[: n_prompt - OBSERVED + 1] if self._plan.cuts(n_prompt) else ids)
         cache = found or SequenceCache(self._plan, self._kinds, self.pools)
+        cache.cut_at(n_prompt or 0)
         if not running or all(self._has_room(kind, cache, len(ids), running) for kind in self._kinds):
             return cache
         cache.free()

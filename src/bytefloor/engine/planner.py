@@ -47,9 +47,9 @@ class Launch:
 class DeviceMemory:
     """What a token, or several at once, read and write beside the weights.
 
-    pools, tables: of each cache kind. state: token, position and number of the step, int32 [3]. history: the token at
-    each position. banned: uint8 [V]. logits: float32 [V]. With several tokens tables, state, history and logits have a
-    row for each.
+    pools, tables: of each cache kind. state: token, position, number of the step, and how many positions layers without
+    a window have dropped, int32 [4]. history: the token at each position. banned: uint8 [V]. logits: float32 [V]. With
+    several tokens tables, state, history and logits have a row for each.
     """
 
     plan: CachePlan

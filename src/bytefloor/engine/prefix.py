@@ -33,14 +33,15 @@ class PrefixStore:
         self._entries: OrderedDict[tuple[int, ...], SequenceCache] = OrderedDict()
 
     def put(self, ids: Sequence[int], cache: SequenceCache) -> None:
-        """Takes ownership of the cache, which holds exactly these ids."""
+        """Takes ownership of the cache, which holds exactly these ids. One that has dropped positions is no prefix:
+        what it keeps was chosen for what came behind them."""
         key = tuple(ids)
+        if not key or self._n_entries == 0 or cache.dropped:
+            cache.free()
+            return
         old = self._entries.pop(key, None)
         if old is not None:
             old.free()
-        if not key or self._n_entries == 0:
-            cache.free()
-            return
         cache.keep()
         self._entries[key] = cache
         while len(self._entries) > self._n_entries:

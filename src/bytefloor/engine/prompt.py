@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.decode_loop import capture, record
+from bytefloor.engine.eviction import Evictions
 from bytefloor.engine.kernels import Kernel, KernelSpec
 from bytefloor.engine.plan_rows import Item, attention_items
 from bytefloor.engine.planner import Launch
@@ -26,6 +27,7 @@ from bytefloor.engine.row_products import pad_rows, row_paddings
 from bytefloor.engine.row_sampler import RowLogits
 from bytefloor.errors import CapacityError
 from bytefloor.model.fuse import FusedLogits
+from bytefloor.ops.attention import reader
 from bytefloor.ops.row_tiles import ROWS, from_row_tiles, pitch_of, tiles_shape
 
 PADDING_SEQUENCE = -1
@@ -110,11 +112,32 @@ class PromptRunner:
         pitch = pad_rows(n)
         self._place(batch, pitch)
         trunk = self._trunk(pitch)
+        if batch.evicting:
+            self._run_and_cut(batch, trunk.walk)
+            return trunk.walk
         trunk.start()
         trunk.n_runs += 1
         if trunk.n_runs == 2:
             trunk.start = record(trunk.start, self._device)
         return trunk.walk
+
+    def _run_and_cut(self, batch: Batch, walk: Walk) -> None:
+        """The trunk, launched one by one, and in between the choice of what layers keep of prompts that end here, which
+        is all that they have afterwards."""
+        planner, evictions = self._planner, Evictions(batch, self._planner.plan)
+        for n, start in enumerate(self._starts(walk.trunk), 1):
+            start()
+            if n in walk.choosing:
+                layer, n_heads = walk.choosing[n]
+                kind = layer.kind
+                # Queries have taken up the weight of keys that are values.
+                k_norm = torch.ones(kind.head_size, device=self._device) if kind.rotated else None
+                read = reader(torch.float32, kind.head_size, kind.storage, kind.rotated, k_norm)
+                queries = planner.queries(walk.pitch, n_heads, kind.head_size)
+                tables = planner.inputs.view(f"table.{kind.name}").view(-1, planner.n_table[kind.name]).long()
+                cache = planner.pools[kind.name][layer.index]
+                evictions.choose(layer, cache, queries, tables, math.log(2), read)
+        evictions.move(planner.pools)
 
     def decode(self, batch: Batch, tokens: Tensor | None) -> RowLogits:
         """The same of a row of each sequence, all wanted, by a graph: in place until the next call of this.
@@ -149,13 +172,16 @@ class PromptRunner:
             self._trunks[pitch] = _Trunk(walk, self._prepare(walk.trunk))
         return self._trunks[pitch]
 
-    def _prepare(self, steps: Sequence[RowStep]) -> Callable[[], None]:
-        """All of them, one after another."""
+    def _starts(self, steps: Sequence[RowStep]) -> list[Callable[[], None]]:
         handle = self._stream.cuda_stream
-        starts = [
+        return [
             self._kernels[step.kernel].prepare(handle, step.grid, step.arguments) if isinstance(step, Launch) else step
             for step in steps
         ]
+
+    def _prepare(self, steps: Sequence[RowStep]) -> Callable[[], None]:
+        """All of them, one after another."""
+        starts = self._starts(steps)
 
         def work() -> None:
             for start in starts:
@@ -189,18 +215,19 @@ class PromptRunner:
                 raise CapacityError(f"{name} of a batch: {size} numbers, there is room for {inputs.sizes[name]}")
             host[start : start + size] = numbers
 
-        runs = runs_of(batch)
-        for name in ("positions", "slots"):  # the same, as the executor has seen to
-            put(name, batch.slots, n)
+        places = {"positions": batch.positions, "slots": batch.slots}
+        runs = {name: runs_of(batch.sequence, numbers) for name, numbers in places.items()}
+        for name, numbers in places.items():
+            put(name, numbers, n)
         put("sequence", batch.sequence, n)
         padding = inputs.starts["sequence"]
         host[padding + n : padding + pitch] = PADDING_SEQUENCE
         put("wanted", batch.wanted, len(batch.wanted))
-        for size in inputs.item_rows:
-            items, most = attention_items(runs, size), inputs.n_items(pitch, size, plan)
+        for each in inputs.items:
+            items, most = attention_items(runs[each.places], each.n_rows), inputs.n_items(pitch, each.n_rows, plan)
             if len(items) > most:  # attention has a block for each that there may be
                 raise CapacityError(f"{n} rows in {len(items)} pieces of consecutive slots: there is room for {most}")
-            put(f"items.{size}", np.array(items, np.int32).ravel(), 4 * len(items))
+            put(each.name, np.array(items, np.int32).ravel(), 4 * len(items))
         for name, tables in batch.tables.items():
             rows = self._table_rows(name, tables)
             put(f"table.{name}", rows.ravel(), rows.size)
@@ -221,18 +248,18 @@ class PromptRunner:
         return rows[: len(tables)]
 
 
-def runs_of(batch: Batch) -> list[Item]:
+def runs_of(sequences: Sequence[int], slots: Sequence[int]) -> list[Item]:
     """Rows of one sequence whose slots follow each other: (first row, rows, slot of the first, sequence)."""
     runs: list[Item] = []
     first = 0
-    for sequence, rows in groupby(batch.sequence):
+    for sequence, rows in groupby(sequences):
         end = first + len(list(rows))
         while first < end:
             # Slots ascend, so none is left out where the last is as far from the first as rows are.
             n = end - first
-            if batch.slots[end - 1] - batch.slots[first] != n - 1:
-                n = next(i for i in range(1, n) if batch.slots[first + i] != batch.slots[first] + i)
-            runs.append((first, n, batch.slots[first], sequence))
+            if slots[end - 1] - slots[first] != n - 1:
+                n = next(i for i in range(1, n) if slots[first + i] != slots[first] + i)
+            runs.append((first, n, slots[first], sequence))
             first += n
     return runs
 

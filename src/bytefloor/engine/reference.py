@@ -12,13 +12,15 @@ from torch import Tensor
 
 from bytefloor.engine.batch import Batch
 from bytefloor.engine.cache import CachePlan
+from bytefloor.engine.eviction import Evictions, deciding_calls
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.progress import LOADING, Progress, Silent
-from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, last_uses, n_values, step_bytes
+from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, kept_bytes, last_uses, n_values, step_bytes
 from bytefloor.engine.speculation import MOST_ROWS
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.attention import reader
 from bytefloor.ops.page_codes import CODED
 from bytefloor.ops.pages import page_shape
 
@@ -82,13 +84,15 @@ class ReferenceExecutor:
         self.device = torch.device(device)
         progress = progress or Silent()
         memory = MemoryPlan(
-            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.most_positions, self._kv()
-        )
+            self.device, self.weight_bytes(), self.cache_bytes(), self.scratch_bytes(), plan.most_positions, self._kv(),
+            budget=plan.budget,
+        )  # fmt: skip
         check_memory(memory, progress, advice)
         self._tensors = self._load(progress)
         self.pools = {kind.name: self._allocate(kind) for kind in step.kinds}
         self._calls = [self._bind(call) for call in step.calls]
         self._last_use = last_uses(step)
+        self._deciding = deciding_calls({id(call): call for call in step.calls if call.op.reads_cache})
 
     # --- what it takes
 
@@ -121,7 +125,8 @@ class ReferenceExecutor:
         workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
         item_bytes = self.precision.compute.itemsize
         running = max(step_bytes(self.step, self.plan, item_bytes, n_rows) for n_rows in (None, self.most_draft_rows))
-        return max(workspace + running, *narrowed, 0)
+        kept = kept_bytes(self.step.kinds, self.step.n_cache_layers, self.plan)
+        return max(workspace + running + kept, *narrowed, 0)
 
     def _kv(self) -> str:
         """What the cache keeps: rounded values stand in the dtype of activations, unless pages are coded."""
@@ -220,8 +225,14 @@ class ReferenceExecutor:
         for copy in batch.copies:
             self.pools[copy.kind][:, copy.target] = self.pools[copy.kind][:, copy.source]
         values = self._inputs(batch)
+        evictions = Evictions(batch, self.plan)
         for (call, constants, sources), ends in zip(self._calls, self._last_use, strict=True):
-            result = call.op.reference(**constants, **{name: values[source] for name, source in sources})
+            given = {**constants, **{name: values[source] for name, source in sources}}
+            result = call.op.reference(**given)
+            if batch.evicting and id(call) in self._deciding:
+                layer, q, how = self._deciding[id(call)], given["q"], (given["storage"], given["rotated"])
+                read = reader(q.dtype, q.shape[-1], *how, given.get("k_norm"))
+                evictions.choose(layer, given["cache"], q, given["table"], given["scale"], read)
             if call.output is not None:
                 values[call.output.id] = result
                 if observe is not None:
@@ -230,6 +241,7 @@ class ReferenceExecutor:
                     break
             for buffer_id in ends:
                 values.pop(buffer_id, None)
+        evictions.move(self.pools)
         return values[goal.id]
 
     def _inputs(self, batch: Batch) -> dict[int, Tensor]:

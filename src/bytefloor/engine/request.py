@@ -52,6 +52,7 @@ class Finish:
     context, ``loop`` it repeated itself, ``cancelled``, ``error``. detail: the same in words.
     stop: the stop string that ended it; None for any other end.
     n_cached: prompt tokens whose keys and values were already there, in every layer, when the request first began.
+    n_dropped: prompt positions that layers without a window had no more once it was read, see ``CachePlan.budget``.
     n_thought: tokens within thoughts, those of tags and those that closed them for the model not counted.
     n_draft: tokens that were proposed and computed; n_draft_accepted: how many of them are in the answer.
     Seconds are wall time.
@@ -69,6 +70,7 @@ class Finish:
     n_thought: int = 0
     n_draft: int = 0
     n_draft_accepted: int = 0
+    n_dropped: int = 0
 
     @property
     def prompt_tok_s(self) -> float:

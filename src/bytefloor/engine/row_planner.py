@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from bytefloor.engine.cache import CachePlan, ceil_div
+from bytefloor.engine.eviction import deciding_calls
 from bytefloor.engine.kernels import KernelSpec, spec
 from bytefloor.engine.launches import Card
 from bytefloor.engine.packed import PackedWeights, matrix
 from bytefloor.engine.plan_rows import plan_attention_rows
 from bytefloor.engine.planner import Launch
+from bytefloor.engine.row_inputs import Items, RowInputs, places_of
 from bytefloor.engine.row_launches import (
     glu_rows_grid,
     heads_rows_grid,
@@ -24,9 +26,10 @@ from bytefloor.engine.row_launches import (
     plan_norm_rows,
 )
 from bytefloor.engine.row_products import TILES, RowProduct, pad_rows, row_paddings
+from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, eviction_bytes, kept_bytes
 from bytefloor.formats.lanes import STEP
 from bytefloor.model.fuse import Fused, FusedAttention, FusedEmbed, FusedPerLayer, FusedProduct
-from bytefloor.model.step import OpCall
+from bytefloor.model.step import CacheLayer, OpCall
 from bytefloor.model.weights import Weight
 from bytefloor.ops.rms_norm import reference as rms_norm
 
@@ -68,36 +71,6 @@ NOWHERE = torch.empty(0)
 """Stands for every buffer while their sizes are found out."""
 
 
-class RowInputs:
-    """What a chunk takes from the host, int32 on the device, in one tensor that one copy fills.
-
-    rows: the most there may be. item_sizes: rows an item of attention has, of each kind of layer.
-    """
-
-    def __init__(
-        self, rows: int, plan: CachePlan, tables: Mapping[str, int], item_rows: Sequence[int], device: torch.device
-    ) -> None:
-        self.item_rows = tuple(dict.fromkeys(item_rows))
-        sizes = {"positions": rows, "slots": rows, "sequence": rows, "wanted": rows}
-        sizes |= {f"items.{n}": 4 * self.n_items(rows, n, plan) for n in self.item_rows}
-        sizes |= {f"table.{name}": plan.n_sequences * n for name, n in tables.items()}
-        self.sizes, self.starts, end = sizes, {}, 0
-        for name, n in sizes.items():
-            self.starts[name] = end
-            end += ceil_div(n, 4) * 4  # each on 16 bytes: an item is read at once
-        self.values = torch.zeros(end, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-
-    @staticmethod
-    def n_items(rows: int, item_rows: int, plan: CachePlan) -> int:
-        """The most pieces that so many rows of all sequences are cut into."""
-        return ceil_div(rows, item_rows) + plan.n_sequences
-
-    def view(self, name: str) -> Tensor:
-        start = self.starts[name]
-        return self.values[start : start + self.sizes[name]]
-
-
 class RowPlanner:
     """Turns fused calls into launches over many rows.
 
@@ -120,8 +93,8 @@ class RowPlanner:
             for kind, n_heads in dict.fromkeys((layer.cache.kind, _n_heads(layer)) for layer in layers)
         }
         self.n_table = {kind.name: plan.n_table(kind) for kind, _ in self._attention}
-        item_rows = [rows for _, rows, _ in self._attention.values()]
-        self.inputs = RowInputs(self.paddings[-1], plan, self.n_table, item_rows, device)
+        items = [Items(rows, places_of(kind)) for (kind, _), (_, rows, _) in self._attention.items()]
+        self.inputs = RowInputs(self.paddings[-1], plan, self.n_table, items, device)
         self._frequencies: dict[tuple[float, ...], Tensor] = {}
         self._rooms: dict[str, Tensor] = {}
         self._needed: dict[str, tuple[int, torch.dtype]] = {}
@@ -137,6 +110,11 @@ class RowPlanner:
             self._needed[name] = (max(n, self._needed.get(name, (0, dtype))[0]), dtype)
             return NOWHERE
         return self._rooms[name]
+
+    def queries(self, pitch: int, n_heads: int, head_size: int) -> Tensor:
+        """bf16 [pitch, H, E]: of the layer whose heads were prepared last, times its scale and log2(e), and where keys
+        are values but for some lanes, times the weight of their norm in the others."""
+        return self._rooms["queries"][: pitch * n_heads * head_size].view(pitch, n_heads, head_size)
 
     def walk(self, pitch: int) -> Walk:
         """The launches for a padded number of rows."""
@@ -167,7 +145,17 @@ class RowPlanner:
         planes = max((n + min(n - 1, SUMS)) * pitch for n, pitch in zip(splits, pitches, strict=True))
         logits = (planes + CAP_TERMS * self.plan.n_sequences) * self.n_vocabulary * 4
         sums = SUM_COPIES * min(SUMMED_ROWS, self.paddings[-1]) * matrix(head.products[0]).shape[1] * 4
-        return max(logits, sums, PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4)
+        per_layer = PER_LAYER_COPIES * self._needed.get("per_layer", (0, None))[0] * 4
+        return max(logits, sums, per_layer, self._eviction_bytes())
+
+    def _eviction_bytes(self) -> int:
+        """What choosing and moving take where a budget cuts prompts."""
+        if self.plan.budget is None:
+            return 0
+        kinds = [(kind, n_heads) for kind, n_heads in self._attention if kind.window is None]
+        n_layers = {kind.name: len(self.pools[kind.name]) for kind, _ in kinds}
+        most = max(eviction_bytes(kind, n_heads, self.plan) for kind, n_heads in kinds)
+        return BLAS_WORKSPACE_BYTES + kept_bytes([kind for kind, _ in kinds], n_layers, self.plan) + most
 
     def decoding_bytes(self) -> int:
         """What graphs of a row a sequence hold for good: the planes of each padding's head, and logits."""
@@ -205,7 +193,12 @@ class RowPlanner:
 
 
 def _n_heads(fused: FusedAttention) -> int:
-    n_heads = fused.attention.sizes["H"]
+    return query_heads(fused.attention)
+
+
+def query_heads(attention: OpCall) -> int:
+    """Of a call."""
+    n_heads = attention.sizes["H"]
     assert isinstance(n_heads, int)
     return n_heads
 
@@ -219,7 +212,8 @@ def _adders(fused: Sequence[Fused]) -> frozenset[int]:
 class Walk:
     """One walk over the fused list: where the values of each call lie is what it carries along.
 
-    trunk: all but the head, in order.
+    trunk: all but the head, in order. choosing: of layers whose queries say what is kept of prompts, how many steps of
+    the trunk come before these are overwritten: what is cached, and the query heads.
     """
 
     def __init__(self, planner: RowPlanner, pitch: int) -> None:
@@ -233,10 +227,12 @@ class Walk:
         self.per_layer: Tensor | None = None
         self.n_per_layer = 0
         self._adders = _adders(planner.fused)
+        self.choosing: dict[int, tuple[CacheLayer, int]] = {}
         self.trunk = self._trunk()
 
     def _trunk(self) -> list[RowStep]:
         steps: list[RowStep] = []
+        attention: dict[int, OpCall] = {}
         for fused in self.p.fused[:-2]:
             if isinstance(fused, FusedEmbed):
                 steps.append(self._embed(fused.call, self.x))
@@ -246,6 +242,9 @@ class Walk:
                 steps += self._product(fused)
             elif isinstance(fused, FusedAttention):
                 steps += self._heads(fused)
+                attention[len(steps)] = fused.attention
+        for n, layer in deciding_calls(attention).items():
+            self.choosing[n] = layer, query_heads(attention[n])
         return steps
 
     def head(self, n_wanted: int, is_real: bool = True) -> Head:
@@ -416,7 +415,7 @@ class Walk:
             p.vector(fused.q_norm.operands.get("weight")) if fused.q_norm else None,
             p.vector(key_weight),
             p.frequencies(fused.rope),
-            *(p.inputs.view(name) for name in ("positions", "slots", "sequence")),
+            *(p.inputs.view(name) for name in ("positions", places_of(kind), "sequence")),
             pool,
             table,
             p.plan.n_table(kind),
@@ -425,7 +424,7 @@ class Walk:
         )
         attention, item_rows, blocks = p.attention(fused)
         self.delta, self.tiles = None, self._tiles("attended", heads * e, self.pitch)
-        items = p.inputs.view(f"items.{item_rows}")
+        items = p.inputs.view(Items(item_rows, places_of(kind)).name)
         n_items = p.inputs.n_items(self.pitch, item_rows, p.plan)
         mixed = (queries, pool, table, p.plan.n_table(kind), items, self.tiles, self.pitch)
         return [

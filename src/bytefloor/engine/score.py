@@ -14,32 +14,50 @@ from bytefloor.engine.cache import SequenceCache, make_pools
 from bytefloor.engine.executor import Executor
 from bytefloor.engine.reference import Observer, ReferenceExecutor
 from bytefloor.errors import NumericalError
+from bytefloor.ops.eviction import OBSERVED
+
+
+def steps_of(n_rows: int, chunk: int, n_prompt: int = 0) -> list[range]:
+    """The rows of each step: chunks, one of which ends with the prompt and has its last OBSERVED rows, even where those
+    are more than a chunk. n_prompt: rows of a prompt that a budget cuts, or 0."""
+    steps: list[range] = []
+    start = 0
+    while start < n_rows:
+        end, n_left = min(start + chunk, n_rows), n_prompt - start
+        if n_left > 0:
+            is_last = n_left <= max(OBSERVED, chunk)
+            end = n_prompt if is_last else min(end, n_prompt - OBSERVED)
+        steps.append(range(start, end))
+        start = end
+    return steps
 
 
 def score_rows(
     executor: Executor,
     ids: Sequence[int],
-    chunk: int,
+    steps: Sequence[range],
     wanted: Sequence[int],
     run: Callable[[Batch], Tensor] | None = None,
+    n_prompt: int = 0,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Of each chunk that holds wanted rows: these, and their logits [n, V]; row i predicts token i + 1.
+    """Of each step that holds wanted rows: these, and their logits [n, V]; row i predicts token i + 1.
 
-    wanted: ascending. run: in place of the executor's own. Starts from an empty cache. Logits may be written over when
-    the next are asked for.
+    steps: of ``steps_of``. wanted: ascending. run: in place of the executor's own. n_prompt: of ids, those which the
+    plan's budget cuts, if it has one. Starts from an empty cache. Logits may be written over when the next are asked
+    for.
     """
     run = run or executor.run
     pools = make_pools(executor.plan, executor.step.kinds)
     cache = SequenceCache(executor.plan, executor.step.kinds, pools)
-    for start in range(0, len(ids), chunk):
-        rows = ids[start : start + chunk]
-        found = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, start + len(rows))])
+    cache.cut_at(n_prompt)
+    for step in steps:
+        found = list(wanted[bisect_left(wanted, step.start) : bisect_left(wanted, step.stop)])
         batch = Batch()
-        cache.append_rows(batch, rows, [row - start for row in found])
+        cache.append_rows(batch, ids[step.start : step.stop], [row - step.start for row in found])
         logits = run(batch)
         if found:
             yield found, logits
-        cache.commit(len(rows))
+        cache.commit(len(step))
 
 
 def score_chunks(
@@ -50,7 +68,7 @@ def score_chunks(
     observe: sees every call's output as it is made.
     """
     run = executor.run if observe is None else partial(executor.run, observe=observe)
-    for _, logits in score_rows(executor, ids, chunk, range(len(ids)), run):
+    for _, logits in score_rows(executor, ids, steps_of(len(ids), chunk), range(len(ids)), run):
         yield logits
 
 

@@ -6,7 +6,7 @@ most over its calls of: values that are still needed, the result, and what the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from bytefloor.engine.cache import CachePlan
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
 from bytefloor.model.weights import Weight
+from bytefloor.ops.eviction import OBSERVED
 from bytefloor.ops.op import Sizes, n_elements
 
 BLAS_WORKSPACE_BYTES = 32 << 20
@@ -24,6 +25,10 @@ RESULTS_A_CALL = 4
 
 CODING_BYTES = 2 * 8 * 8
 """Of a lane of K and V, while a page is coded: eight tensors of its size in float64, most for a value's tile."""
+SLOT_BYTES = 8
+"""Of the number of a slot that is kept, int64."""
+VOTE_BYTES = 32
+"""Of a slot's votes, smoothed votes, and place in the order of both: the copy that is sorted, and the numbers."""
 
 
 class Rehearsal(TorchFunctionMode):
@@ -115,6 +120,27 @@ def _attention_bytes(call: OpCall, plan: CachePlan, sizes: Sizes, item_bytes: in
     copied = n_band * n_heads * kind.head_size * item_bytes if is_copied else 0
     copies = 2 if kind.recent is None else 3  # of what was gathered: as pages, position by position, those that live
     return max(gathered + made, copies * gathered, gathered + masks + 2 * scores + max(scores, copied))
+
+
+def kept_bytes(kinds: Sequence[CacheKind], n_layers: Mapping[str, int], plan: CachePlan) -> int:
+    """What all layers keep of the prompts that a budget cuts in one step, as numbers of slots, until its end.
+
+    n_layers: of each kind of cache.
+    """
+    n_prompts = min(plan.n_sequences, plan.chunk // OBSERVED)
+    heads = sum(n_layers[kind.name] * kind.n_kv_heads for kind in set(kinds) if kind.window is None)
+    return n_prompts * heads * min(plan.budget or 0, plan.capacity) * SLOT_BYTES
+
+
+def eviction_bytes(kind: CacheKind, n_heads: int, plan: CachePlan) -> int:
+    """The most that ``Evictions`` takes beside what it keeps: one head's keys and scores, or what a layer moves."""
+    group, e = n_heads // kind.n_kv_heads, kind.head_size
+    # Pages, their values, and these in order of slots; where K is made of V, both once more.
+    keys = kind.head_bytes + 4 * e * (6 if kind.rotated else 2)
+    # Scores, these scaled, shares; which are hidden; votes and their order.
+    chosen = keys + OBSERVED * (12 * group + 1) + VOTE_BYTES
+    moved = kind.n_kv_heads * (kind.head_bytes + 3 * SLOT_BYTES)
+    return plan.capacity * max(chosen, moved)
 
 
 def band_positions(kind: CacheKind, plan: CachePlan) -> int:

@@ -167,4 +167,5 @@ class SequenceState:
             n_thought=self._budget.n_used if self._budget is not None else 0,
             n_draft=self.drafting.n_draft,
             n_draft_accepted=self.drafting.n_draft_accepted,
+            n_dropped=self.cache.dropped if self.has_started else 0,
         )

@@ -26,8 +26,9 @@ INPUTS: dict[str, tuple[Axis, ...]] = {
     "sequence": ("T",),
     "wanted": ("R",),
 }
-"""What every step takes from the host, all int64: token ids, their positions (RoPE), their slots (cache, mask), the
-sequence each row belongs to, and the rows that want logits. Page tables, one a cache kind, come beside them."""
+"""What every step takes from the host, all int64: token ids, their positions (RoPE; cache and mask of layers with a
+window), their slots (cache and mask of all others, which may have lost positions), the sequence each row belongs to,
+and the rows that want logits. Page tables, one a cache kind, come beside them."""
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,14 @@ class Step:
         storages = {kind.storage for kind in self.kinds}
         return CODED if CODED in storages else self.kinds[0].storage
 
-    def token_bytes(self, depth: int) -> tuple[int, int]:
-        """Weights, in the file's own encoding, and live cache that a token at a depth must read."""
+    def token_bytes(self, depth: int, dropped: int = 0) -> tuple[int, int]:
+        """Weights, in the file's own encoding, and live cache that a token at a depth must read. dropped: positions
+        that layers without a window have no more."""
         sizes = {"T": 1, "R": 1, "B": 1, "S": depth + 1}
         weights = sum(call.weight_bytes(sizes) for call in self.calls)
-        return weights, sum(call.cache_bytes(sizes) for call in self.calls if call.op.reads_cache)
+        cut = {**sizes, "S": depth + 1 - dropped}
+        reads = [(call, call.cache.kind) for call in self.calls if call.op.reads_cache and call.cache is not None]
+        return weights, sum(call.cache_bytes(cut if kind.window is None else sizes) for call, kind in reads)
 
 
 def _whole_pages(kind: CacheKind) -> dict[str, Any]:
@@ -263,8 +267,8 @@ class StepBuilder:
 
     def _places(self, kind: CacheKind) -> dict[str, Buffer]:
         others = {f"{name}_table": self.tables[other.name] for name, other in kind.beside.items()}
-        places = {"slots": self.inputs["slots"], "sequence": self.inputs["sequence"]}
-        return {**places, "table": self.tables[kind.name], **others}
+        slots = self.inputs["slots" if kind.window is None else "positions"]
+        return {"slots": slots, "sequence": self.inputs["sequence"], "table": self.tables[kind.name], **others}
 
     def glu(self, gate: Buffer, up: Buffer, activation: str) -> Buffer:
         """Two [T, F] -> [T, F]"""

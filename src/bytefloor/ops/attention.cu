@@ -1,7 +1,8 @@
 // attention: one new row against the live band of its cache, from the outputs of the QKV product to the mixed values.
 //
 // Per head: q, k = rope(rms_norm(., weight)), v = rms_norm(.) where the model has one; k and v are rounded and written to their
-// page; out = softmax(scale q K^T) V over positions max(0, p - WINDOW + 1) .. p. qkv float32 [PLANES_IN][N_IN], rows
+// page; out = softmax(scale q K^T) V over slots max(0, s - WINDOW + 1) .. s. A slot is a position, but without a WINDOW it is
+// less what the sequence has dropped; RoPE turns by positions, all else goes by slots. qkv float32 [PLANES_IN][N_IN], rows
 // q, then k, then v; out float32 [H E]. cache bf16 [pages][2][J][PAGE][E], or bytes [pages][2][J][PAGE E codes, PAGE bf16 scales],
 // or bf16 [pages][J][PAGE][E + ROTATED]: see attention_storage.cuh.
 // Approximate: tensor cores multiply keys and values, which are bf16 or codes that bf16 holds, with queries and shares that are
@@ -61,11 +62,11 @@ static_assert(QUERY_BYTES <= STAGE_BYTES, "room for the queries");
 
 struct Band {
     int start, end, first_tile, n_tiles, tiles_a_run, n_runs;
-    __device__ __forceinline__ explicit Band(int position) {
-        start = WINDOW ? max(0, position - WINDOW + 1) : 0;
-        end = position + 1;
+    __device__ __forceinline__ explicit Band(int slot) {
+        start = WINDOW ? max(0, slot - WINDOW + 1) : 0;
+        end = slot + 1;
         first_tile = start / TILE;
-        n_tiles = position / TILE - first_tile + 1;
+        n_tiles = slot / TILE - first_tile + 1;
         // An odd number of them: runs that begin a power of two apart would all ask the same few memory channels.
         tiles_a_run = max(MIN_TILES, (n_tiles + MAX_RUNS - 1) / MAX_RUNS | 1);
         n_runs = (n_tiles + tiles_a_run - 1) / tiles_a_run;
@@ -132,12 +133,12 @@ extern "C" __global__ void __maxnreg__(112)
     STAMP(THERE, tid == 0);
     let_next_start();
     // All that depends on nothing is asked for before the tiles are, behind which it would stand in line.
-    int position = state->position, n_steps = state->n_steps;
+    int position = state->position, slot = WINDOW ? position : position - state->dropped, n_steps = state->n_steps;
     double frequency = ROPE && tid < E / 2 ? frequencies[tid] : 0;
     Head norm_by;  // where a warp has two heads to prepare, there are no registers for it yet
     if (TASKS == 1) norm_by.load(warp < HEADS ? q_weight : k_weight, lane);
     u32 parity = n_steps & 1;
-    Band band(position);
+    Band band(slot);
     size_t at_group = (size_t)blockIdx.x * MAX_RUNS * HEADS;
     Parts parts{all_parts + at_group * E, part_sums + at_group * 2, (u32)n_steps * n_calls + call};
     int width = band.n_runs >= 8 ? 8 : band.n_runs >= 4 ? 4 : 2;
@@ -157,7 +158,7 @@ extern "C" __global__ void __maxnreg__(112)
         // Pages carry no parity: the new position of another layer's cache is there when the kernels before are done.
         if (!OWNS_KV && (is_last || MODE == READS)) wait_for_previous();
         bool is_one_round = TOGETHER > 1 && tile_end - tile <= TOGETHER;
-        int new_page = page_of(position / TILE), pages[STAGES];
+        int new_page = page_of(slot / TILE), pages[STAGES];
 #pragma unroll
         for (int stage = 0; stage < STAGES; stage++) pages[stage] = page_of(min(tile + stage, tile_end - 1));
         // The first tiles on their way; otherwise the last stage is still needed, for queries or to be the next that is filled.
@@ -178,9 +179,9 @@ extern "C" __global__ void __maxnreg__(112)
             turns[tid] = make_float2(cosine, sine);
         }
         __syncthreads();
-        Stored* page_row = cache + (size_t)new_page * (BLOCKS * J * BLOCK) + row_in_page(j, position % PAGE);
-        Stored* page_scale = page_row + (PAGE - position % PAGE) * E + position % PAGE * 2;
-        Stored* new_row = tiles + (position / TILE - tile) * STAGE + position % TILE * STRIDE;
+        Stored* page_row = cache + (size_t)new_page * (BLOCKS * J * BLOCK) + row_in_page(j, slot % PAGE);
+        Stored* page_scale = page_row + (PAGE - slot % PAGE) * E + slot % PAGE * 2;
+        Stored* new_row = tiles + (slot / TILE - tile) * STAGE + slot % TILE * STRIDE;
         prepare(qkv, first_head, j, has_new, norm_by, q_weight, k_weight, turns, parity, queries, fresh, is_one_round ? new_row : nullptr,
                 first_head % GROUP == 0 ? page_row : nullptr, page_scale, new_scales, warp, lane);
         STAMP(READY, tid == 0);
@@ -194,7 +195,7 @@ extern "C" __global__ void __maxnreg__(112)
             int begin = band.start - tile * TILE, end = min(band.end, tile_end * TILE) - tile * TILE;
             score<TOGETHER>(query, tiles, scores, end, warp, lane);
             __syncthreads();
-            soften<TOGETHER>(largest, total, scores, tiles, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
+            soften<TOGETHER>(largest, total, scores, tiles, new_scales, slot - tile * TILE, shares, factors, begin, end, warp, lane);
             __syncthreads();
             mixture.take<TOGETHER>(tiles + VALUES, shares, factors, end, warp, lane);
         } else {
@@ -202,13 +203,13 @@ extern "C" __global__ void __maxnreg__(112)
             for (int n = 0; tile < tile_end; tile++, n++) {
                 Stored* k_tile = tiles + n % STAGES * STAGE;
                 wait_copies<STAGES - 2>();
-                if (has_new && tile == position / TILE)
+                if (has_new && tile == slot / TILE)
 #if STORAGE  // registers: unrolled, divisions spill
 #pragma unroll 1
 #endif
                     for (int i = tid; i < 2 * E; i += THREADS) {
                         if (KEYS_ARE_VALUES && i < E && !is_rotated(i)) continue;
-                        k_tile[(i < E ? 0 : VALUES) + position % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
+                        k_tile[(i < E ? 0 : VALUES) + slot % TILE * STRIDE + (KEYS_ARE_VALUES && i < E ? key_lane(i) : i % E)] =
                             encode(fresh[i], new_scales[i >= E]);
                     }
                 __syncthreads();  // the tile is there, and nobody reads the one before it, or the queries, any more
@@ -220,7 +221,7 @@ extern "C" __global__ void __maxnreg__(112)
                 int begin = band.start - tile * TILE, end = min(band.end - tile * TILE, TILE);
                 score<1>(query, k_tile, scores, end, warp, lane);
                 __syncthreads();
-                soften<1>(largest, total, scores, k_tile, new_scales, position - tile * TILE, shares, factors, begin, end, warp, lane);
+                soften<1>(largest, total, scores, k_tile, new_scales, slot - tile * TILE, shares, factors, begin, end, warp, lane);
                 __syncthreads();
                 mixture.take<1>(k_tile + VALUES, shares, factors, end, warp, lane);
             }

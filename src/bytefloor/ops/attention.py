@@ -23,6 +23,19 @@ from bytefloor.ops.cache_write import page_ids
 from bytefloor.ops.op import Case, Op, Operand, Sizes
 
 Read = Callable[[Tensor], Tensor]
+"""Float [n, 2, J, PAGE, E] of pages [n, ...]; of their keys alone, where these are whole, [n, 1, J, PAGE, E]."""
+
+
+def reader(dtype: torch.dtype, head_size: int, storage: str, rotated: int, k_norm: Tensor | None) -> Read:
+    """Keys and values of whole heads, whatever it is that pages keep of them."""
+
+    def read(pages: Tensor) -> Tensor:
+        values = layout.values_of(pages, head_size, storage).to(dtype)
+        if k_norm is None:
+            return values
+        return torch.cat((layout.keys_of(values, k_norm, rotated), values[..., :head_size]), dim=1)
+
+    return read
 
 
 def reference(
@@ -38,14 +51,7 @@ def reference(
     k_norm: Tensor | None = None,
 ) -> Tensor:
     """One sequence after another, with an explicit mask."""
-
-    def read(pages: Tensor) -> Tensor:
-        """Float [n, 2, J, PAGE, E] of pages [n, ...]."""
-        values = layout.values_of(pages, q.shape[-1], storage)
-        if k_norm is None:
-            return values
-        return torch.cat((layout.keys_of(values.to(q.dtype), k_norm, rotated), values[..., : q.shape[-1]]), dim=1)
-
+    read = reader(q.dtype, q.shape[-1], storage, rotated, k_norm)
     ids, counts = sequence.unique_consecutive(return_counts=True)
     outputs = []
     start = 0
@@ -64,7 +70,7 @@ def _attend_one(
         raise ShapeError(f"attention: {n_heads} query heads are not a multiple of {n_kv_heads} key/value heads")
     first, last = int(slots[0]), int(slots[-1])
     start = 0 if window is None else max(0, first - window + 1)
-    k, v = (band.to(q.dtype) for band in _gather_band(cache, pages, start, last + 1, q.shape[-1], read))
+    k, v = gather_band(cache, pages, start, last + 1, q.shape[-1], read).unbind()
     band = torch.arange(start, last + 1, device=q.device)
     return mix(q, k, v, sees(slots, band, window), scale)
 
@@ -85,17 +91,14 @@ def mix(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, scale: float) -> Te
     return (weights @ v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _gather_band(
-    cache: Tensor, pages: Tensor, start: int, end: int, head_size: int, read: Read
-) -> tuple[Tensor, Tensor]:
-    """K and V of slots start .. end - 1, each [J, n, E]: of the sequence's pages alone."""
+def gather_band(cache: Tensor, pages: Tensor, start: int, end: int, head_size: int, read: Read) -> Tensor:
+    """K and V of slots start .. end - 1, [2, J, n, E]: of the sequence's pages alone."""
     page_size = layout.page_size_of(cache, head_size)
     first_page, last_page = start // page_size, (end - 1) // page_size
     starts = torch.arange(first_page, last_page + 1, device=cache.device) * page_size
     ids = page_ids(starts, pages.expand(starts.shape[0], -1), page_size)
     whole = read(cache[ids]).permute(1, 2, 0, 3, 4).flatten(2, 3)
-    live = whole[:, :, start - first_page * page_size : end - first_page * page_size]
-    return live[0], live[1]
+    return whole[:, :, start - first_page * page_size : end - first_page * page_size]
 
 
 def band_length(length: int, window: int | None) -> int:

@@ -6,7 +6,9 @@
 // held before has the other parity. The price is the last of 24 bits of a float, cut off; NaN stays NaN.
 #pragma once
 
-struct State { int token, position, n_steps; };  // n_steps begins at 1: a buffer of zeros is not yet written
+// n_steps begins at 1: a buffer of zeros is not yet written. dropped: positions that layers without a window have no more; there
+// what is at `position` goes to slot position - dropped.
+struct State { int token, position, n_steps, dropped; };
 
 __device__ __forceinline__ u32 parity_of(const State* state) { return state->n_steps & 1; }
 

@@ -9,10 +9,11 @@ from bytefloor.model.step import Step
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one model on one device. gb_s: the stream limit, 10^9 bytes a second."""
+    """Of one model on one device. gb_s: the stream limit, 10^9 bytes a second. budget: as in ``CachePlan``."""
 
     step: Step
     gb_s: float
+    budget: int | None = None
 
     def share(self, n_prompt: int, n_generated: int, decode_s: float) -> float | None:
         """Time the bytes need / time it took, over the tokens after the first, at the answer's middle depth.
@@ -22,5 +23,6 @@ class Floor:
         """
         if n_generated < 2 or not decode_s > 0:
             return None
-        n_bytes = sum(self.step.token_bytes(n_prompt + n_generated // 2))
+        dropped = 0 if self.budget is None else max(0, n_prompt - self.budget)
+        n_bytes = sum(self.step.token_bytes(n_prompt + n_generated // 2, dropped))
         return n_bytes * (n_generated - 1) / (self.gb_s * 1e9 * decode_s)

@@ -203,6 +203,7 @@ PROPS = _object(
         "n_sequences": COUNT,
         "chunk": COUNT,
         "kv": TEXT,
+        "kv_budget": _or_null(COUNT),
         "device": TEXT,
         "vocabulary_size": COUNT,
         "n_tokens": COUNT,

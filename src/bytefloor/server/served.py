@@ -66,6 +66,7 @@ class Served:
             "n_sequences": plan.n_sequences,
             "chunk": plan.chunk,
             "kv": opened.kv,
+            "kv_budget": plan.budget,
             "device": str(opened.device),
             "card": torch.cuda.get_device_name(opened.device) if opened.device.type == "cuda" else None,
             "vocabulary_size": opened.engine.vocabulary_size,

@@ -48,7 +48,8 @@ class Service:
     def __init__(self, opened: Opened, options: ServerOptions, limit: StreamLimit | None = None) -> None:
         """limit: of the device, None where it was not measured; then nothing is said of shares."""
         self.options = options
-        self.floor = Floor(opened.engine.executor.step, limit.gb_s) if limit is not None else None
+        executor = opened.engine.executor
+        self.floor = Floor(executor.step, limit.gb_s, executor.plan.budget) if limit is not None else None
         self.served = Served.of(opened, options.name)
         self.worker = Worker(opened.engine)
         self.metrics = Metrics(lambda: self.worker.load)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bytefloor.engine.device import DeviceExecutor
-from bytefloor.engine.loading import check_kv, choose_context, choose_device
+from bytefloor.engine.loading import check_budget, check_kv, choose_context, choose_device
 from bytefloor.errors import FileError, RequestError
 from bytefloor.tools.bench import main_format
 from bytefloor.tools.bench_rows import Measured, origin, say
@@ -34,8 +34,9 @@ class PerplexityOptions:
     from one window to the next, None for chunks side by side. n_windows: the first so many, None for all.
 
     is_chat: the text is conversations, see ``chat_windows``. by: ``chunk``, or ``token``: one row at a time, on a
-    device through the graph of decoding. base: a model, or what ``save_base`` wrote. kv: as in ``EngineOptions``; a
-    base that is a model keeps its cache's default.
+    device through the graph of decoding. base: a model, or what ``save_base`` wrote. kv, kv_budget: as in
+    ``EngineOptions``; a base that is a model has their defaults. With a budget what goes before the first position of a
+    window that counts is its prompt, and is cut.
     """
 
     context: int | None = None
@@ -46,6 +47,7 @@ class PerplexityOptions:
     base: str | None = None
     save_base: Path | None = None
     kv: str | None = None
+    kv_budget: int | None = None
     device: str = "auto"
 
 
@@ -55,6 +57,7 @@ class PerplexityRow(Measured):
     each window begins with the model's BOS in place of its own first token; None for conversations, where the template
     says. n_predictions: tokens that count. n_vocabulary: what probabilities are shared among, rows of padding
     included. running: perplexity after each window. base: the name of a model or file. executor: kernels, or reference.
+    kv_budget: positions that were kept of what goes before the first that counts; None for all.
     """
 
     verb: str
@@ -70,6 +73,7 @@ class PerplexityRow(Measured):
     n_predictions: int
     n_vocabulary: int
     kv: str
+    kv_budget: int | None
     perplexity: Estimate
     divergence: Divergence | None
     running: tuple[float, ...]
@@ -106,16 +110,18 @@ def measure(name: str | None, text: str, options: PerplexityOptions, show: Show 
     device = choose_device(options.device)
     source = open_source(name)
     windows = _cut(source, text, options)
+    _check_windows(options.kv_budget, windows)
     asked = digest(windows)
     with ExitStack() as stack:
         base = _open_base(source, windows, text, options, asked, stack)
-        runner = Runner(source, windows, device, options.kv, "a shorter context (-c) needs less")
+        shorter = "a shorter context (-c) needs less"
+        runner = Runner(source, windows, device, shorter, options.kv, options.kv_budget)
         chunk = runner.chunk
         beside: SavedBase | Runner | None = None
         if isinstance(base, BaseReader):
             beside = SavedBase(base, device)
         elif base is not None:
-            second = Runner(base, windows, device, None, "a base saved before (--save-base) needs no second model")
+            second = Runner(base, windows, device, "a base saved before (--save-base) needs no second model")
             beside, chunk = second, min(chunk, second.chunk)
         writer = None
         if options.save_base is not None:
@@ -128,6 +134,7 @@ def measure(name: str | None, text: str, options: PerplexityOptions, show: Show 
 
 def _check(options: PerplexityOptions) -> None:
     check_kv(options.kv)
+    check_budget(options.kv_budget, options.kv)
     if options.by not in BY:
         raise RequestError(f"--by {options.by}: expected {' or '.join(BY)}")
     if options.base is not None and options.save_base is not None:
@@ -136,6 +143,18 @@ def _check(options: PerplexityOptions) -> None:
         check_base(options.save_base)
     if options.is_chat and options.stride is not None:
         raise RequestError("--stride says nothing to --chat: each assistant's turn counts once")
+    if options.is_chat and options.kv_budget is not None:
+        raise RequestError("--kv-budget says nothing to --chat: turns share windows, and each would end a prompt")
+
+
+def _check_windows(budget: int | None, windows: Windows) -> None:
+    """RequestError where nothing would be cut, so that the result would be no measurement of it."""
+    n_prompt = max((window.targets[0] for window in windows), default=0)
+    if budget is not None and n_prompt <= budget:
+        found = f"windows have {n_prompt} tokens before the first that counts"
+        raise RequestError(
+            f"--kv-budget {budget}: {found}, expected more; a larger -c, or a smaller --stride, has them"
+        )
 
 
 def _cut(source: Source, text: str, options: PerplexityOptions) -> Windows:
@@ -239,6 +258,7 @@ def _row(
         n_predictions=len(scores.nll),
         n_vocabulary=source.n_vocabulary,
         kv=runner.kv,
+        kv_budget=runner.budget,
         perplexity=perplexity_of(scores.nll),
         divergence=summarise(scores.rows) if scores.rows else None,
         running=scores.running,

@@ -57,11 +57,12 @@ def lines_of(row: PerplexityRow) -> list[str]:
         "stride": f"windows of {row.context} every {row.stride} tokens, the last {row.stride} of each",
         "chat": f"windows of conversations, at most {row.context} long, the assistant's turns",
     }[row.protocol]
+    kept = "" if row.kv_budget is None else f", of which {row.kv_budget} positions of what goes before are kept"
     begins = {True: "; BOS in place of each one's first token", False: "; no BOS", None: ""}[row.bos]
     return [
         f"{row.model}, {row.format}: perplexity {_number(row.perplexity, 4)}",
         f"{row.n_predictions} predictions in {row.n_windows} {how}{begins}; by {row.by}; "
-        f"cache {row.kv}; {row.executor} on {row.card}; {row.seconds:.1f} s",
+        f"cache {row.kv}{kept}; {row.executor} on {row.card}; {row.seconds:.1f} s",
         *(_divergence_lines(row.divergence, row.base or "") if row.divergence is not None else []),
     ]
 

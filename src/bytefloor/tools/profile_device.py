@@ -61,7 +61,7 @@ def measure_chunk(executor: DeviceExecutor, n_rows: int, depth: int, repeats: in
     pitch = pad_rows(n_rows)
 
     def place() -> None:
-        executor._begin(batch)
+        executor._copy_pages(batch.copies)
         prompts._place(batch, pitch)
 
     with torch.cuda.stream(executor._stream), torch.inference_mode():

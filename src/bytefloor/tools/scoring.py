@@ -17,7 +17,7 @@ from bytefloor.engine.cache import Room
 from bytefloor.engine.executor import Executor
 from bytefloor.engine.loading import make_executor, open_tokenizer
 from bytefloor.engine.memory import Advice
-from bytefloor.engine.score import check_not_uniform, find_not_finite, score_rows
+from bytefloor.engine.score import check_not_uniform, find_not_finite, score_rows, steps_of
 from bytefloor.errors import NumericalError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.families import Model, load_model
@@ -83,12 +83,21 @@ class Block:
 
 
 class Runner:
-    """A model with its weights, ready to score windows. advice: ends the error where memory does not do."""
+    """A model with its weights, ready to score windows. advice: ends the error where memory does not do. kv, budget: as
+    in ``EngineOptions``; what goes before the first token that counts is a window's prompt."""
 
-    def __init__(self, source: Source, windows: Windows, device: torch.device, kv: str | None, advice: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        windows: Windows,
+        device: torch.device,
+        advice: str,
+        kv: str | None = None,
+        budget: int | None = None,
+    ) -> None:
         self.source = source
         opening = OpeningBar(Console(stderr=True, highlight=False), source.name)
-        room = Room(max(2, *(len(window.ids) for window in windows)), n_snapshots=0)
+        room = Room(max(2, *(len(window.ids) for window in windows)), n_snapshots=0, budget=budget)
         told = Advice(advice, advice)
         with opening.bar:
             executor, notices = make_executor(source.model, room, device, progress=opening, advice=told, kv=kv)
@@ -104,23 +113,28 @@ class Runner:
         return self.executor.step.storage
 
     @property
+    def budget(self) -> int | None:
+        """Positions that a prompt keeps in layers without a window."""
+        return self.executor.plan.budget
+
+    @property
     def chunk(self) -> int:
         """Rows of a step."""
         return max(1, min(self.executor.plan.chunk, LOGITS_BYTES // (4 * self.source.n_vocabulary)))
 
-    def score(self, window: Window, chunk: int) -> Iterator[Block]:
-        """BLOCK predictions at a time, fewer at the end of a chunk."""
+    def score(self, window: Window, steps: Sequence[range]) -> Iterator[Block]:
+        """BLOCK predictions at a time, fewer at the end of a step."""
         ids, rows = window.ids[: window.targets[-1]], [target - 1 for target in window.targets]
-        for found, logits in score_rows(self.executor, ids, chunk, rows):
+        for found, logits in score_rows(self.executor, ids, steps, rows, n_prompt=window.targets[0]):
             self._check(window, found, logits)
             for start in range(0, len(found), BLOCK):
                 right = [window.ids[row + 1] for row in found[start : start + BLOCK]]
                 log_p = logits[start : start + BLOCK].double().log_softmax(-1)
                 yield Block(log_p, torch.tensor(right, device=logits.device))
 
-    def blocks(self, window: Window, chunk: int) -> Iterator[BaseRows]:
+    def blocks(self, window: Window, steps: Sequence[range]) -> Iterator[BaseRows]:
         """The same, as a base says it."""
-        for block in self.score(window, chunk):
+        for block in self.score(window, steps):
             yield BaseRows(block.log_p, block.nll(), block.log_p.argmax(-1))
 
     def _check(self, window: Window, rows: Sequence[int], logits: Tensor) -> None:
@@ -141,7 +155,7 @@ class Runner:
 class Base(Protocol):
     """Whom a model is compared with."""
 
-    def blocks(self, window: Window, chunk: int) -> Iterator[BaseRows]:
+    def blocks(self, window: Window, steps: Sequence[range]) -> Iterator[BaseRows]:
         """What it says of a window, in the blocks in which a model is scored."""
         ...
 
@@ -152,11 +166,11 @@ class SavedBase:
     def __init__(self, reader: BaseReader, device: torch.device) -> None:
         self._reader, self._device = reader, device
 
-    def blocks(self, window: Window, chunk: int) -> Iterator[BaseRows]:
+    def blocks(self, window: Window, steps: Sequence[range]) -> Iterator[BaseRows]:
         """Read as they are asked for."""
-        for start in range(0, window.targets[-1], chunk):
+        for step in steps:
             # The row before a target predicts it.
-            first, end = (bisect_left(window.targets, at + 1) for at in (start, start + chunk))
+            first, end = (bisect_left(window.targets, at + 1) for at in (step.start, step.stop))
             for at in range(first, end, BLOCK):
                 yield self._reader.read(min(BLOCK, end - at), self._device)
 
@@ -184,8 +198,10 @@ def score(
     parts: list[Rows] = []
     total = 0.0
     for number, window in enumerate(windows, 1):
-        before, said = len(nll), base.blocks(window, chunk) if base is not None else None
-        for block in runner.score(window, chunk):
+        # Rows are those of the same steps in both, since their number moves the last bits of sums.
+        steps = steps_of(window.targets[-1], chunk, window.targets[0] if runner.budget is not None else 0)
+        before, said = len(nll), base.blocks(window, steps) if base is not None else None
+        for block in runner.score(window, steps):
             if said is not None:
                 expected = next(said)
                 parts.append(compared(expected.log_p, expected.best, expected.nll, block.log_p, block.targets))

@@ -50,9 +50,10 @@ def summary(service: Service, address: str) -> str:
     """What is served, where and to whom."""
     facts, allowed = service.served.facts, service.options
     chat = "" if service.served.template else "\nnote: no chat template: only /v1/completions answers"
+    budget = f", {facts['kv_budget']} of a longer prompt" if facts["kv_budget"] is not None else ""
     key = "with a key" if allowed.api_key else "without a key"
     return (
         f"{service.served.name} ({facts['family']}) on {facts['device']}: "
-        f"{facts['n_sequences']} at once, {facts['context']} positions each, cache {facts['kv']}{chat}\n"
+        f"{facts['n_sequences']} at once, {facts['context']} positions each, cache {facts['kv']}{budget}{chat}\n"
         f"{address}/v1, {key}; a page to chat at {address}/; Ctrl-C stops it"
     )

@@ -130,9 +130,10 @@ def _take_delta(delta: Delta, sampled: list[Sampled], splitter: ReasoningSplitte
 def summary(finish: Finish, opened: Opened) -> str:
     """One line: how it ended and how fast it was."""
     cached = f", {finish.n_cached} of them from the cache" if finish.n_cached else ""
+    kept = f", cut to {finish.n_prompt - finish.n_dropped}" if finish.n_dropped else ""
     drafts = f", {finish.n_draft_accepted} of {finish.n_draft} drafts right" if finish.n_draft else ""
     return (
-        f"[{finish.detail}] prompt {finish.n_prompt} tokens{cached}: {finish.prompt_tok_s:.1f} tok/s; "
+        f"[{finish.detail}] prompt {finish.n_prompt} tokens{cached}{kept}: {finish.prompt_tok_s:.1f} tok/s; "
         f"answer {finish.n_generated} tokens: {finish.decode_tok_s:.1f} tok/s{drafts}; "
         f"context {opened.engine.capacity}, cache {opened.kv}; {opened.device}; seed {finish.seed}"
     )

@@ -163,9 +163,11 @@ def make_quality_table(rows: Rows) -> str:
             beside = (row["base"], *told, f"{same['value']:.2%} ± {same['error']:.2%}")
         perplexity = f"{row['perplexity']['value']:.4f} ± {row['perplexity']['error']:.4f}"
         name = f"{row['model']}, {row['format']}"
-        place = name, row["kv"], row["base"], row["protocol"], row["context"], row["by"], row["executor"], row["card"]
+        budget = row.get("kv_budget")  # rows from before there were budgets have none
+        cache = row["kv"] if budget is None else f"{row['kv']}, prompts cut to {budget}"
+        place = name, cache, row["base"], row["protocol"], row["context"], row["by"], row["executor"], row["card"]
         n = f"{row['n_predictions']:,} ({row['n_windows']} x {row['context']}, by {row['by']})"
-        found[place] = (name, row["kv"], n, perplexity, *beside, row["executor"], row["card"], row["date"])
+        found[place] = (name, cache, n, perplexity, *beside, row["executor"], row["card"], row["date"])
     return markdown(headings, list(found.values())) if found else MISSING
 
 

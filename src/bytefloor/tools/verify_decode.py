@@ -57,7 +57,7 @@ class DecodeKernels:
         self._graph = None if n_tokens == 1 else graphs[n_tokens]
         launches = executor.launches if self._graph is None else self._graph.launches
         self.launches = launches_of(fused, launches)
-        self.state = launches[-1].arguments[5].view(-1, 3)
+        self.state = launches[-1].arguments[5].view(-1, 4)
         self.rung = decode_rung(n_tokens, of_one)
 
     def check(self, fused: Fused, inputs: dict[int, Tensor], rows: Sequence[int]) -> Line:
