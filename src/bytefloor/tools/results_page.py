@@ -19,6 +19,7 @@ KINDS = {
     "kernel_rows": "products of many rows",
     "perplexity": "perplexity and divergence",
     "frontier": "recipes of one model",
+    "eviction": "prompts that are cut",
 }
 """What rows of each verb are."""
 HEADINGS = ("file", "what", "of", "card", "date", "commit", "shown in")

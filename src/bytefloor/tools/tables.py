@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bytefloor.engine.synthetic import PREFIX, make_checkpoint
@@ -255,6 +256,31 @@ def make_fidelity_table(folder: Path) -> str:
     return markdown(headings, sorted(lines)) if lines else MISSING
 
 
+def make_eviction_table(folder: Path) -> str:
+    """Markdown, a line for each model and budget: what cut prompts cost, beside as many of the latest positions."""
+    one = ("mean KL, nats", "median window", "same best token")
+    headings = ("checkpoint", "budget", *one, *(f"latest: {what}" for what in one), "windows where it is further off")
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for path in sorted(folder.glob("eviction*.json")):
+        for row in json.loads(path.read_text()):
+            found.setdefault((f"{row['model']}, {row['format']}", row["kv_budget"]), {})[row["keeps"]] = row
+    lines = []
+    for (name, budget), choices in found.items():
+        chosen, latest = choices["last rows"], choices["latest"]
+        pairs = list(zip(chosen["kl_of_windows"], latest["kl_of_windows"], strict=True))
+        told = [
+            cell
+            for row in (chosen, latest)
+            for cell in (
+                f"{row['kl_windows']['value']:.3f} ± {row['kl_windows']['error']:.3f}",
+                f"{median(row['kl_of_windows']):.3f}",
+                f"{row['divergence']['same_best']['value']:.1%}",
+            )
+        ]
+        lines.append((name, f"{budget:,}", *told, f"{sum(a < b for a, b in pairs)} of {len(pairs)}"))
+    return markdown(headings, lines) if lines else MISSING
+
+
 def make_tables(frontiers: dict[str, Rows]) -> dict[Path, dict[str, str]]:
     """By page and mark."""
     rows, kernels = load_rows(RESULTS), load_rows(RESULTS, "kernel")
@@ -272,7 +298,7 @@ def make_tables(frontiers: dict[str, Rows]) -> dict[Path, dict[str, str]]:
         PROFILE_PAGE: {"predictions": make_prediction_table(load_profiles(RESULTS), load_mixtures(RESULTS))},
         QUALITY_PAGE: {"results": make_quality_table(load_rows(RESULTS, "perplexity"))},
         FRONTIER_PAGE: {"recipes": make_recipe_table(), "results": make_frontier_sections(frontiers)},
-        NUMERICS_PAGE: {"fidelity": make_fidelity_table(RESULTS)},
+        NUMERICS_PAGE: {"fidelity": make_fidelity_table(RESULTS), "eviction": make_eviction_table(RESULTS)},
     }
 
 
@@ -293,7 +319,7 @@ def _tabled(folder: Path) -> dict[str, set[Path]]:
     """Pages with tables of a file's rows, by the file's name."""
     files = [path for pattern in (*FILES, "frontier*.json") for path in folder.glob(pattern)]
     found = {path.name: {TABLED[row["verb"]] for row in json.loads(path.read_text())} for path in files}
-    return found | {path.name: {NUMERICS_PAGE} for path in folder.glob("fidelity*.json")}
+    return found | {path.name: {NUMERICS_PAGE} for name in ("fidelity*", "eviction*") for path in folder.glob(name)}
 
 
 def main() -> None:
