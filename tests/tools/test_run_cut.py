@@ -33,3 +33,10 @@ def test_the_answer_says_what_was_kept(model: str) -> None:
 def test_a_budget_that_leaves_nothing_to_choose_is_refused(verb: str) -> None:
     prompt = ("-p", "hi") if verb == "run" else ()
     assert_refused(bytefloor(verb, *prompt, "--kv-budget", "32"), "--kv-budget 32: expected more than 32")
+
+
+def test_pages_that_are_coded_as_a_whole_keep_all_their_positions() -> None:
+    assert_refused(
+        bytefloor("run", "-p", "hi", "--kv", "k4v2", "--kv-budget", "64"),
+        "--kv-budget 64: --kv k4v2 codes pages as a whole, and keeps all positions of them",
+    )
