@@ -10,6 +10,14 @@ import typer
 from bytefloor.cli_flags import DeviceOption, KvOption, parse_sizes
 from bytefloor.errors import RequestError
 from bytefloor.tools import interrupt
+from bytefloor.tools.outputs import check_output
+
+OUTPUTS = {
+    "--save": (b'{\n "model":', "a profile"),
+    "--trace": (b'{"traceEvents":', "a trace"),
+    "--html": (b"<!doctype html>", "a page"),
+}
+"""How each file begins, and what it is: nothing else is overwritten."""
 
 
 def profile(
@@ -53,6 +61,8 @@ def profile(
     for flag, path in (("--save", save), ("--trace", trace), ("--html", html)):
         if path is not None and not path.parent.is_dir():
             raise RequestError(f"{flag} {path}: there is no folder {path.parent}")
+        if path is not None:
+            check_output(path, *OUTPUTS[flag])
     if repeats < 1:
         raise RequestError(f"-r {repeats}: expected at least 1")
     sizes = parse_sizes("-d", depths, 0), parse_sizes("-p", prompts, 1)

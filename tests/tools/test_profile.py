@@ -208,6 +208,14 @@ def test_files_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
         assert complaint("-m", NAME, flag, away) == f"{flag} {away}: there is no folder {away.parent}"
 
 
+@pytest.mark.parametrize("flag", ["--save", "--trace", "--html"])
+def test_what_is_something_else_is_not_overwritten(tmp_path: Path, flag: str) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF and what comes then")
+    assert "is not overwritten" in complaint("-m", NAME, flag, model, "--device", "cpu")
+    assert model.read_bytes() == b"GGUF and what comes then"
+
+
 def test_flags_that_are_wrong_are_refused() -> None:
     assert complaint("-m", NAME, "-r", 0) == "-r 0: expected at least 1"
     assert complaint("-m", NAME, "-d", "-1") == "-d -1: expected numbers from 0"

@@ -12,6 +12,7 @@ from bytefloor.tools.bench_rows import RowWriter
 from bytefloor.tools.front import plane_of
 from bytefloor.tools.frontier_plot import draw
 from bytefloor.tools.frontier_rows import FAILED, FrontierRow, told_source
+from bytefloor.tools.outputs import check_output
 
 
 def check_plot(plot: Path | None) -> None:
@@ -22,6 +23,7 @@ def check_plot(plot: Path | None) -> None:
         raise RequestError(f"--plot {plot}: expected a name that ends in .svg")
     if not plot.parent.is_dir():
         raise RequestError(f"--plot {plot}: there is no folder {plot.parent}")
+    check_output(plot, b"<svg ", "a plot")
 
 
 def show(rows: Iterator[FrontierRow], save: Path | None, plot: Path | None) -> int:
