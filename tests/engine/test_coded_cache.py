@@ -182,6 +182,16 @@ def test_sequences_together_and_short_of_pages_give_what_each_gives_alone(model:
     assert engine.load.n_preempted > 0
 
 
+def test_as_many_run_as_there_are_places_for(model: Model) -> None:
+    """First pages are as many as sequences; nobody is kept waiting for more of them."""
+    engine = make_engine(model, n_sequences=4, n_snapshots=0)
+    for request in requests_of(9, 9, 9, 9):
+        engine.add(request)
+    for _ in range(6):
+        list(engine.step())
+    assert engine.load.n_running == 4
+
+
 def test_a_prefix_that_was_kept_gives_the_answer_of_one_that_was_not(model: Model) -> None:
     engine, told = make_engine(model), prompt_ids(21)
     for turn in range(3):

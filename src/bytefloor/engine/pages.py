@@ -87,7 +87,8 @@ class Pages:
         what is to be new.
 
         Free and idle pages must do for all of its tokens, for what the others still have to read, and for one page
-        more for each of them. Nothing is taken yet, and prefixes give way only once it is. Alone it may always begin.
+        more for each of them, of kinds that grow. Nothing is taken yet, and prefixes give way only once it is. Alone it
+        may always begin.
         """
         found = None
         if n_prompt is not None:
@@ -100,8 +101,8 @@ class Pages:
         return None
 
     def _has_room(self, kind: CacheKind, cache: SequenceCache, n_ids: int, running: Sequence[Holder]) -> bool:
-        pool = self.pools[kind.name]
-        promised = sum(other.cache.n_missing(kind, other.n_pending) + 1 for other in running)
+        pool, n_more = self.pools[kind.name], int(kind.most is None)
+        promised = sum(other.cache.n_missing(kind, other.n_pending) + n_more for other in running)
         return cache.n_missing(kind, n_ids - cache.length) + promised <= pool.n_free + pool.n_idle
 
     def reserve(self, cache: SequenceCache, n_rows: int) -> list[PageCopy]:

@@ -11,8 +11,8 @@ value's codes have a scale and a zero for each position (over its lanes), and la
 
 A page is bytes [..., 1, J, n]: of each head the codes of K, two a byte, those of V, four a byte (lower lanes in lower
 bits), position after position; then in bf16 scale and zero of K's lanes, K's factors, V's factors, scale and zero of
-V's positions. Nothing depends on anything outside the tile. All is worked out in float64, so that no device and no
-order of sums moves a code.
+V's positions. Nothing depends on anything outside the tile. All is worked out in float64: sums in another order move
+next to no code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODED = "k4v2"
 """The storage's name."""
 K_BITS, V_BITS = 4, 2
 ROUNDS = 8
-"""How often both axes are brought to deviation 1. From four on nothing changes that a KL would show."""
+"""How often both axes are brought to deviation 1, as the authors have it. A KL shows no difference to one round."""
 ONE_VALUE = 1e-12
 """Of the sum of squares: a variance below it is what rounding leaves of none."""
 LANES, POSITIONS = -1, -2
@@ -59,8 +59,8 @@ def encode(pages: Tensor) -> Tensor:
 
 def decode(data: Tensor, head_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values [..., 2, J, PAGE, E] of bytes [..., 1, J, n]."""
-    lane_bytes = 6 * head_size
-    page_size = 8 * (data.shape[-1] - lane_bytes) // ((K_BITS + V_BITS) * head_size + 48)
+    # Beside the codes there are three numbers of bf16 for each lane and each position.
+    page_size = 8 * (data.shape[-1] - 6 * head_size) // ((K_BITS + V_BITS) * head_size + 8 * 6)
     parts = data.squeeze(-3).split(_sizes(page_size, head_size), dim=-1)
     k, v = (_spread(part, bits, head_size).to(dtype) for part, bits in zip(parts, (K_BITS, V_BITS), strict=False))
     k_scale, k_zero, k_factor, v_factor, v_scale, v_zero = (part.view(torch.bfloat16).to(dtype) for part in parts[2:])
@@ -76,7 +76,7 @@ def _encode_tile(x: Tensor, over: int, bits: int) -> tuple[Tensor, Tensor, Tenso
     is_finite = x.isfinite().all(POSITIONS, keepdim=True).all(LANES, keepdim=True)
     x = torch.where(is_finite, x, 0)
     factor = _stored(_even_factor(x) if over == LANES else _even_factor(x.mT).mT)
-    factor = torch.where(factor > 0, factor, 1)  # bf16 has nothing that small: nor would it have what is left of it
+    factor = torch.where(factor > 0, factor, 1)  # below what bf16 has there is nothing to divide
     even = x / factor
     low, high = even.amin(over, keepdim=True), even.amax(over, keepdim=True)
     zero, scale = _stored(low), _stored((high - low) / largest)
