@@ -165,7 +165,7 @@ class OneBehind:
     def can_serve(self, params: object) -> bool:
         return True
 
-    def start(self, sampler: Sampler, ids: Sequence[int], n_prompt: int) -> None:
+    def start(self, sampler: Sampler, ids: Sequence[int], n_prompt: int, dropped: int = 0) -> None:
         self._host, self._sampler = sampler, copy.deepcopy(sampler)
         self._token, self._position = ids[-1], len(ids) - 1
         self._table: dict[str, list[int]] = {}
