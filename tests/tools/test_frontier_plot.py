@@ -161,7 +161,9 @@ def test_the_source_is_a_line_where_it_is_within() -> None:
 
 
 def test_a_recipe_equal_to_its_source_lies_on_the_bottom() -> None:
-    found = circles(draw([source(), row("copy", 3e-9, 30.0), row("zero", 0.0, 31.0), row("a", 0.01, 20.0)]))
+    svg = draw([source(), row("copy", 3e-9, 30.0), row("zero", 0.0, 31.0), row("a", 0.01, 20.0)])
+    assert {"copy, a copy", "zero, a copy", "a"} <= set(words(svg))
+    found = circles(svg)
     assert found["copy"][1] == found["zero"][1] == FRAME.bottom
     # And does not squeeze the others: one decade or so is all there is.
     assert found["a"][1] < FRAME.bottom - 100

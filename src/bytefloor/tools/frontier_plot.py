@@ -83,8 +83,8 @@ def draw(rows: Rows) -> str:
     ]
     for point in plane.points:
         parts += _point(point, plane, scales, "front" if point.name in on_front else "beaten")
-    for mark, box in zip(marks, place(marks, FRAME, _treads(stairs)), strict=True):
-        parts += _name(mark, box, "front" if mark.name in on_front else "beaten")
+    for point, mark, box in zip(plane.points, marks, place(marks, FRAME, _treads(stairs)), strict=True):
+        parts += _name(mark, box, "front" if point.name in on_front else "beaten")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -209,7 +209,7 @@ def _mark(point: Point, scales: Scales) -> Mark:
         Box(upright.left - 3, upright.top, upright.right + 3, upright.bottom),
         Box(level.left, level.top - 3, level.right, level.bottom + 3),
     )
-    return Mark(point.name, x, y, bodies)
+    return Mark(point.name if point.kl > SAME else f"{point.name}, a copy", x, y, bodies)
 
 
 def _point(point: Point, plane: Plane, scales: Scales, kind: str) -> Iterator[str]:
