@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from bytefloor.engine.loading import Opened
 from bytefloor.engine.request import Finish, Request
 from bytefloor.engine.sampler import Sampled
+from bytefloor.server import ids
 from bytefloor.server.answers import Answer, Event, Told
 from bytefloor.server.anthropic_answers import MessageAnswer
 from bytefloor.server.asked import Asked, Choice
@@ -36,6 +36,8 @@ PIECES = st.one_of(
 )
 STEPS = st.lists(st.tuples(st.integers(0, 1), st.lists(PIECES, max_size=2)), max_size=12)
 FINISH = Finish("stop", "end of turn", 4, 0, 7, 0.25, 0.5, 9)
+ALIKE = SimpleNamespace(getrandbits=lambda n: 7)
+"""In place of what names are drawn from."""
 
 
 def told(make: Callable[[], Told], n: int, steps: Sequence[Any], encode: Callable[[Told, Event], bytes]) -> list[bytes]:
@@ -67,7 +69,7 @@ def test_an_event_is_the_same_bytes(kind: str, steps: list[Any]) -> None:
 
     def make() -> Told:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(secrets, "token_hex", lambda n: "ab" * n)
+            patch.setattr(ids, "_SOURCE", ALIKE)
             patch.setattr(time, "time", lambda: 1.0)
             if kind == "messages":
                 return MessageAnswer(asked, "a model")
@@ -79,7 +81,7 @@ def test_an_event_is_the_same_bytes(kind: str, steps: list[Any]) -> None:
         return events(answer.chunks(event))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secrets, "token_hex", lambda n: "ab" * n)
+        patch.setattr(ids, "_SOURCE", ALIKE)
         assert told(make, n, steps, lambda answer, event: answer.encoded(event)) == told(make, n, steps, plain)
 
 
