@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("-c", "--context", type=int, default=512)
     parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--only", help="variants whose name holds this")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="variants whose names hold one of these")
     asked = parser.parse_args()
     options = PerplexityOptions(context=asked.context, n_windows=asked.chunks, device="cpu")
     source = open_source(asked.model)
@@ -112,7 +112,7 @@ def main() -> None:
             score(plain, windows, plain.chunk, None, writer)
         del plain
         for name, variant in VARIANTS.items():
-            if asked.only is None or asked.only in name:
+            if asked.only is None or any(part in name for part in asked.only):
                 start = time.perf_counter()
                 with ExitStack() as stack, BaseReader(path) as base:
                     runner = runner_of(source, windows, variant, stack)

@@ -138,6 +138,19 @@ def test_what_a_cache_of_fewer_bits_costs(
     assert all(found[storage] < limit for storage, limit in MOST_KL[name].items())
 
 
+@pytest.mark.parametrize(("name", "most"), [("gemma4-tiny", 5e-3), ("gemma4-tiny-e", 5e-3)])
+def test_what_coded_pages_cost_a_long_text(
+    name: str, most: float, shared_dir: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The first 640 tokens of the one text that is longer than what stays as it was written."""
+    prompts = json.loads((shared_dir / "golden" / f"{name}.json").read_text())["prompts"]
+    text = max((prompt["ids"] for prompt in prompts), key=len)[:640]
+    n, found = mean_kl(load_model(open_checkpoint(shared_dir / "models" / name)), ["bf16", "k4v2"], [text])
+    with capsys.disabled():
+        print(f"\n{name}, {n} positions: " + ", ".join(f"{s} {kl:.2e}" for s, kl in found.items()))
+    assert 20 * found["bf16"] < found["k4v2"] < most
+
+
 @pytest.mark.parametrize("head_size", [64, 128, 256, 512])
 def test_codes_of_queries_cost_a_hundredth_of_codes_of_keys_and_values(
     head_size: int, capsys: pytest.CaptureFixture[str]
