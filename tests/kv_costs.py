@@ -90,7 +90,7 @@ def runner_of(source: Source, windows: Windows, variant: Variant, stack: ExitSta
     plan = CachePlan(max(len(window.ids) for window in windows), CODED_CHUNK, n_snapshots=0, page_size=variant.page)
     executor = ReferenceExecutor(step, plan, precision=Precision(rounds=False))
     with patch.object(scoring, "make_executor", lambda *args, **more: (executor, ())):
-        return Runner(source, windows, CPU, None, "")
+        return Runner(source, windows, CPU, "")
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def main() -> None:
     print(f"{source.name}, {len(windows)} x {asked.context}: mean KL, 99.9 %, ratio of perplexities, same best token")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "base"
-        plain = Runner(source, windows, CPU, None, "")
+        plain = Runner(source, windows, CPU, "")
         with BaseWriter(path, _header(source, windows, options, digest(windows))) as writer:
             score(plain, windows, plain.chunk, None, writer)
         del plain
