@@ -292,7 +292,9 @@ def test_a_plan_counts_what_choosing_takes(make: Make, card: torch.device) -> No
     plan = CachePlan(4096, 512)
     plain, cutting = (make(step, each).memory_plan for each in (plan, replace(plan, budget=2048)))
     assert "a prompt has 2048 of them once it is read" in str(cutting)
-    assert cutting.scratch > plain.scratch
+    # The most of several things, of which choosing is not always one: planes of the head take more on a large card.
+    choosing = BLAS_WORKSPACE_BYTES + eviction_bytes(step.kinds[0], 8, plan)
+    assert cutting.scratch >= max(plain.scratch, choosing)
     assert cutting.cache == plain.cache
     if card.type == "cuda":
         check_taken(make(step, replace(plan, budget=2048)), card)

@@ -32,6 +32,9 @@ class Bounds:
     first: float
     more: float
 
+    def at(self, layer: int) -> float:
+        return self.first + layer * self.more
+
 
 MOST_ERROR = {
     "float32": Bounds(1e-5, 1e-5),
@@ -61,22 +64,28 @@ class Drift:
 def check_kernels(executor: Executor) -> Drift:
     """NumericalError, with the layer, where the two roads differ by more than roundings can explain."""
     if not isinstance(executor, DeviceExecutor):
-        return _check(executor, CHECKED, 1.0)
+        return _check(executor, CHECKED)
     # Few rows have weights and kernels of their own, and so have many.
-    _check(executor, MOST_ROWS_ONE_BY_ONE + 8, OF_FEW)
-    n_many = min(FEW_ROWS + 8, executor.plan.chunk, executor.plan.capacity)
-    return _check(executor, n_many, 1.0 if pad_rows(n_many) > FEW_ROWS else OF_FEW)
+    _check(executor, MOST_ROWS_ONE_BY_ONE + 8)
+    return _check(executor, min(FEW_ROWS + 8, executor.plan.chunk, executor.plan.capacity))
 
 
-def _check(executor: Executor, n_rows: int, factor: float) -> Drift:
+def drift_bounds(executor: Executor, n_rows: int) -> Bounds:
+    """What ``drift`` of so many rows is held against."""
+    bounds = MOST_ERROR[executor.step.storage]
+    is_few = isinstance(executor, DeviceExecutor) and pad_rows(n_rows) <= FEW_ROWS
+    return Bounds(OF_FEW * bounds.first, OF_FEW * bounds.more) if is_few else bounds
+
+
+def _check(executor: Executor, n_rows: int) -> Drift:
     is_device = isinstance(executor, DeviceExecutor)
     found = drift(executor, [(FIRST_TOKEN + 7 * i) % 200 for i in range(n_rows)])
-    bounds = MOST_ERROR[executor.step.storage]
+    bounds = drift_bounds(executor, n_rows)
     whose = "the decode kernels" if is_device else "rows one by one"
     other, culprit = ("those of many rows", "a kernel") if is_device else ("all rows at once", "an operation")
     for i, error in enumerate((*found.layers, found.logits)):
         what = f"keys and values of layer {i}" if i < len(found.layers) else "logits"
-        most = factor * (bounds.first + i * bounds.more)
+        most = bounds.at(i)
         # NaN fails too: it compares false with everything.
         if not error < most:
             raise NumericalError(

@@ -18,7 +18,7 @@ from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.errors import CapacityError
 from bytefloor.files.stored import Checkpoint
 from bytefloor.model.step import Step
-from bytefloor.tools.bench_check import MOST_ERROR, Bounds, drift
+from bytefloor.tools.bench_check import MOST_ERROR, drift, drift_bounds
 from bytefloor.tools.bench_prompt import empty_cache
 from bytefloor.tools.bench_together import Executor
 from bytefloor.tools.verify_oracle import ROW_ROUNDINGS, Oracle, Roundings
@@ -36,9 +36,8 @@ MakeReference = Callable[[], ReferenceExecutor]
 
 def check_device_runs(executor: DeviceExecutor, ids: Sequence[int]) -> list[Rung]:
     """Layers, logits, tokens; a graph against its launches one by one, a run against itself."""
-    storage = executor.step.storage
     return [
-        ("layers", lambda: _layers(executor, ids, storage, "layers")),
+        ("layers", lambda: _layers(executor, ids, "layers")),
         ("logits", lambda: _logits(executor, ids)),
         ("graphs against launches, runs against runs", lambda: _bits(executor, ids)),
     ]
@@ -49,22 +48,21 @@ def check_reference_runs(make: MakeReference, ids: Sequence[int]) -> list[Rung]:
 
     def layers() -> Iterator[Line]:
         executor = make()
-        yield from _layers(executor, ids, executor.step.storage, "reference layers")
+        yield from _layers(executor, ids, "reference layers")
 
     name = "reference layers"
     return [(name, lambda: or_skipped(name, layers))]
 
 
-def _layers(executor: Executor, ids: Sequence[int], storage: str, rung: str) -> Iterator[Line]:
+def _layers(executor: Executor, ids: Sequence[int], rung: str) -> Iterator[Line]:
     """Rows one by one and all at once, which on a device share no product and no attention: keys and values of each
     layer, and the logits."""
-    bounds: Bounds = MOST_ERROR[storage]
-    found = drift(executor, ids[:EAGER_ROWS])
+    few = ids[:EAGER_ROWS]
+    bounds, found = drift_bounds(executor, len(few)), drift(executor, few)
     parts = [call.part for call in executor.step.calls if call.op.name == "cache_write"]
     for i, (part, error) in enumerate(zip([*parts, "head"], [*found.layers, found.logits], strict=True)):
         what = "keys and values" if i < len(parts) else "logits"
-        bound = bounds.first + i * bounds.more
-        yield _line(rung, part, what, error, bound)
+        yield _line(rung, part, what, error, bounds.at(i))
 
 
 def _line(rung: str, part: str, name: str, error: float, bound: float, note: str = "") -> Line:
@@ -119,7 +117,7 @@ def _logits(executor: DeviceExecutor, ids: Sequence[int]) -> Iterator[Line]:
     """Of a whole text, through both roads, each against the oracle that rounds alike."""
     storage = executor.step.storage
     bounds, n = MOST_ERROR[storage], sum(executor.step.n_cache_layers.values())
-    bound = bounds.first + n * bounds.more
+    bound = bounds.at(n)
     roads = [("all rows at once", len(ids), ROW_ROUNDINGS), ("rows one by one", 1, None)]
     for name, chunk, roundings in roads:
         own = ids if chunk > MOST_ROWS_ONE_BY_ONE else ids[:EAGER_ROWS]
