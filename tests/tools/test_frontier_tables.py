@@ -55,14 +55,18 @@ def test_a_section_says_what_is_compared_with_what() -> None:
     assert make_frontier_sections({}) == make_readme_part({}) == "Not measured yet.\n"
 
 
-def test_the_readme_shows_kernels_before_others_then_originals_then_the_newest() -> None:
+def test_the_readme_shows_originals_then_the_longest_front_then_kernels_then_the_newest() -> None:
     points = [row("a", 0.1, 20.0, 300.0), row("b", 0.2, 10.0, 500.0), row("c", 0.3, 15.0, 400.0)]
     files = {"old": [source(date="1"), *points], "new": [source(date="2"), *points]}
     files["newest"] = [source(date="3", source_formats=["Q4_1"]), *points]
     part = make_readme_part(files)
     assert part.startswith("![Quality of each recipe](docs/results/new.svg)\n\nm<1>.gguf (BF16), cpu: 2 of 3 recipes ")
     assert "from `a` (4.5 bits a weight, KL 1.00e-01 ± 2e-03) to `b` (4.5 bits a weight, KL 2.00e-01" in part
-    files["card"] = [source(**ON, date="0", source_formats=["Q4_1"]), *({**point, **ON} for point in points)]
+    on = [{**point, **ON} for point in points]
+    files["a point"] = [source(**ON, date="9"), row("a", 0.1, 20.0, 300.0, **ON), row("b", 0.2, 10.0, 299.0, **ON)]
+    files["quantised"] = [source(**ON, date="9", source_formats=["Q4_1"]), *on]
+    assert make_readme_part(files) == part
+    files["card"] = [source(**ON, date="0"), *on]
     part = make_readme_part(files)
     assert "docs/results/card.svg" in part
     assert "to `b` (4.5 bits a weight, 500 tok/s, KL 2.00e-01 ± 4e-03)" in part
