@@ -132,7 +132,7 @@ def measure(running: Live, loop: Paced, n: int, is_chat: bool) -> list[Clocks]:
             {"prompt": TOKENS[i : i + N_PROMPT], "ignore_eos": True, **asked} for i in range(n)
         ]  # fmt: skip
     at = running.http.base_url
-    plan = Plan(at.host, at.port or 80, path, [json.dumps(body) for body in bodies], N_TOKENS, n)
+    plan = Plan(at.host, at.port or 80, path, [json.dumps(body) for body in bodies], [N_TOKENS] * len(bodies), n)
     engine = next(thread for thread in threading.enumerate() if thread.name == "engine")
     others = [thread for thread in threading.enumerate() if "run_until_complete" in thread.name]
     command = (sys.executable, "-m", "bytefloor.tools.load_client")

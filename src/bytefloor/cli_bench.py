@@ -96,7 +96,9 @@ def serve(
     prompts: Annotated[
         str, typer.Option("-p", "--prompt", help="Prompt lengths, by commas (128; with --cold 512).")
     ] = "",
-    tokens: Annotated[int, typer.Option("-n", "--tokens", help="Tokens of each answer.")] = 128,
+    tokens: Annotated[
+        str, typer.Option("-n", "--tokens", metavar="N", help="Tokens of each answer; 64..192 for lengths in between.")
+    ] = "128",
     requests: Annotated[int, typer.Option("-r", "--requests", help="Requests of each stream.")] = 4,
     rates: Annotated[
         str,
@@ -117,14 +119,25 @@ def serve(
         from bytefloor.tools.bench_serve import LoadOptions, bench_serve
 
     _check_bench(output, requests)
-    if tokens < 1:
-        raise RequestError(f"-n {tokens}: expected at least 1")
+    least, most = _lengths(tokens)
     streams = streams or ("1" if cold else "1,4,8,16,32,64")
     options = LoadOptions(
-        parse_sizes("-s", streams, 1), parse_sizes("-p", prompts or ("512" if cold else "128"), 1), tokens, requests,
-        _rates(rates), cold, temp, seed, device, context, kv,
+        parse_sizes("-s", streams, 1), parse_sizes("-p", prompts or ("512" if cold else "128"), 1), most, requests,
+        _rates(rates), cold, temp, seed, device, context, kv, least,
     )  # fmt: skip
     _write_rows(bench_serve(model, url, options), output, save)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    """N, or N..M."""
+    first, dots, last = text.partition("..")
+    try:
+        least, most = int(first), int(last if dots else first)
+    except ValueError:
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        raise RequestError(f"-n {text}: expected a number of tokens, at least 1, or two like 64..192")
+    return least, most
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -16,13 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 from bytefloor.cli import app
+from bytefloor.cli_bench import _lengths
 from bytefloor.engine.loading import EngineOptions, Opened, open_engine
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
 from bytefloor.engine.synthetic import Shape, checkpoint_of, with_tokenizer
 from bytefloor.errors import RequestError
 from bytefloor.tools import packages
-from bytefloor.tools.bench_serve import LoadOptions, Rates, bench_serve, percentile
+from bytefloor.tools.bench_serve import LoadOptions, Rates, _requests, _works, bench_serve, percentile
 from bytefloor.tools.engine_load import drive
 from bytefloor.tools.load_client import Client, Load, Plan, digest
 from bytefloor.tools.server_process import started
@@ -76,7 +77,7 @@ def load_of(answer: Answer, n: int = 1, **plan: Any) -> tuple[Load, list[list[st
     async def run() -> Load:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            settings = {"n_tokens": N, "timeout_s": 5.0, **plan}
+            settings = {"n_tokens": [N] * n, "timeout_s": 5.0, **plan}
             return await Client(Plan("127.0.0.1", port, "/x", [f'"{i}"' for i in range(n)], **settings)).run()
 
     return asyncio.run(run()), connections
@@ -170,7 +171,7 @@ def test_errors_are_told_apart_and_count_for_nothing(answer: Answer, error: str)
 
 
 def test_nobody_there_is_an_error_too() -> None:
-    load = asyncio.run(Client(Plan("127.0.0.1", 1, "/x", ["{}"], 1)).run())
+    load = asyncio.run(Client(Plan("127.0.0.1", 1, "/x", ["{}"], [1])).run())
     assert [outcome.error for outcome in load.outcomes] == ["ConnectionRefusedError"]
 
 
@@ -266,6 +267,26 @@ def test_a_server_that_runs_is_asked_what_the_options_say(running: Live) -> None
     metrics = running.http.get("/metrics").text
     n_tokens = 2 * (2 + 1 + 6 + 3) * 6
     assert f"bytefloor_generated_tokens_total {float(n_tokens)}" in metrics
+
+
+def test_answers_may_have_lengths_of_their_own(running: Live, opened: Opened) -> None:
+    options = LoadOptions((3,), (10,), 9, 4, n_least=2, seed=1)
+    (row,) = bench_serve(None, running.url, options)
+    # An answer that has another length than was asked for is an error.
+    assert (row.errors, row.requests, row.n_gen_least, row.n_gen) == ({}, 12, 2, 9)
+    (work,) = _works(options, opened.tokenizer.n_tokens, 64)
+    assert set(work.n_gens) <= set(range(2, 10))
+    assert len(set(work.n_gens)) > 4
+    assert row.tok_s == pytest.approx(sum(work.n_gens) / row.wall_s, rel=0.05)
+    engine, _ = scripted(opened, n_sequences=4)
+    load = drive(engine.engine, _requests(work, options), 3)
+    assert [each.n_tokens for each in load.outcomes] == work.n_gens
+
+
+@pytest.mark.parametrize("text", ["0", "x", "", "..", "3..", "5..4", "0..4", "1..2..3", "-1"])
+def test_lengths_that_are_none(text: str) -> None:
+    with pytest.raises(RequestError, match=r"-n .*: expected a number of tokens, at least 1, or two like 64..192"):
+        _lengths(text)
 
 
 def test_arrivals_are_a_row_for_each_rate(running: Live) -> None:

@@ -163,13 +163,14 @@ def test_loads_have_a_line_each_and_the_newest_counts() -> None:
     }  # fmt: skip
     rows = [
         row | {"tok_s": 1.0, "date": "2026-01-01"}, row, row | {"streams": None, "rate_s": 2.5, "engine_tok_s": None},
-        row | {"streams": 1, "is_cold": True},
+        row | {"streams": 1, "is_cold": True}, row | {"n_gen_least": 64}, row | {"n_gen_least": 32},
     ]  # fmt: skip
     lines = make_serve_table(rows).splitlines()[2:]
     assert lines == [
         "| m | 32 | 128 | 64 | 1,234 | 1,300 | 20.0 | 31.0 |  | C | 2026-01-02 |",
         "| m | 2.5 a second | 128 | 64 | 1,234 |  | 20.0 | 31.0 |  | C | 2026-01-02 |",
         "| m | 1, new connections | 128 | 64 | 1,234 | 1,300 | 20.0 | 31.0 |  | C | 2026-01-02 |",
+        "| m | 32 | 128 | 32 to 64 | 1,234 | 1,300 | 20.0 | 31.0 |  | C | 2026-01-02 |",
     ]
     assert make_serve_table([]) == MISSING
 

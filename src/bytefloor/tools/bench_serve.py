@@ -41,6 +41,7 @@ WARM_UP = 16
 class LoadOptions:
     """What to send. streams: how many at a time, a row each; rates: instead, so many a second, a row each.
 
+    n_gen: tokens of an answer; with n_least, a number of its own for each, from that to n_gen.
     n_requests: for each stream, of the most where rates are given. is_cold: every request on a connection of its own.
     kv: what the cache keeps, see ``EngineOptions``.
     """
@@ -56,6 +57,7 @@ class LoadOptions:
     device: str = "auto"
     capacity: int | None = None
     kv: str | None = None
+    n_least: int | None = None
 
     @property
     def n_parallel(self) -> int:
@@ -66,7 +68,8 @@ class LoadOptions:
 class LoadRow(Measured):
     """One load. Times are percentiles over the requests that were answered; None: not measured.
 
-    streams: at a time, None where they came by rate_s, requests a second. errors: how many ended so, by kind.
+    streams: at a time, None where they came by rate_s, requests a second. n_gen: tokens of an answer, or the most where
+    each has a number of its own, from n_gen_least. errors: how many ended so, by kind.
     ttft: from sending, of a cold one from connecting, to the first token that can be seen. tpot: the time of a token
     after the first, a mean of each answer. latency: to the answer's end. tok_s, prompt_tok_s: of all together, over
     wall_s. engine_*: the same load without HTTP; http_cost: 1 - tok_s / engine_tok_s. same_answers: the share of
@@ -74,9 +77,9 @@ class LoadRow(Measured):
     """
 
     COLUMNS: ClassVar = (
-        "model", "streams", "rate_s", "n_prompt", "n_gen", "requests", "errors", "ttft_ms_p50", "ttft_ms_p99",
-        "tpot_ms_p50", "tpot_ms_p99", "latency_ms_p50", "tok_s", "prompt_tok_s", "cached_tokens", "engine_tok_s",
-        "http_cost", "engine_ttft_ms_p50", "same_answers", "client_cpu", "server_cpu",
+        "model", "streams", "rate_s", "n_prompt", "n_gen_least", "n_gen", "requests", "errors", "ttft_ms_p50",
+        "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99", "latency_ms_p50", "tok_s", "prompt_tok_s", "cached_tokens",
+        "engine_tok_s", "http_cost", "engine_ttft_ms_p50", "same_answers", "client_cpu", "server_cpu",
     )  # fmt: skip
     verb: str
     model: str
@@ -86,6 +89,7 @@ class LoadRow(Measured):
     is_cold: bool
     n_parallel: int
     n_prompt: int
+    n_gen_least: int
     n_gen: int
     temperature: float
     kv: str
@@ -122,12 +126,13 @@ class LoadRow(Measured):
 
 @dataclass(frozen=True)
 class _Work:
-    """One row's requests: prompts as token ids, and when they are due."""
+    """One row's requests: prompts as token ids, how long answers are, and when they are due."""
 
     n_prompt: int
     n_streams: int | None
     rate_s: float | None
     prompts: list[list[int]]
+    n_gens: list[int]
     due_s: list[float] | None
 
     @property
@@ -175,7 +180,9 @@ def _words(name: str | None, options: LoadOptions) -> list[str]:
 
 def _works(options: LoadOptions, n_tokens: int, context: int) -> list[_Work]:
     """The same for the engine and for the server. No two prompts begin alike, but by chance."""
-    longest = max(options.n_prompt)
+    longest, least = max(options.n_prompt), _least(options)
+    if not 1 <= least <= options.n_gen:
+        raise RequestError(f"-n {least}..{options.n_gen}: expected at least 1, and no less after the dots")
     if longest + options.n_gen > context:
         raise RequestError(f"-p {longest} and -n {options.n_gen}: expected at most {context} positions together")
     random_source = random.Random(options.seed)
@@ -185,8 +192,13 @@ def _works(options: LoadOptions, n_tokens: int, context: int) -> list[_Work]:
             n = options.n_requests * (n_streams or options.n_parallel)
             prompts = [[random_source.randrange(n_tokens) for _ in range(n_prompt)] for _ in range(n)]
             due_s = None if rate_s is None else _arrivals(n, rate_s, random_source)
-            works.append(_Work(n_prompt, n_streams, rate_s, prompts, due_s))
+            n_gens = [random_source.randint(least, options.n_gen) for _ in range(n)]
+            works.append(_Work(n_prompt, n_streams, rate_s, prompts, n_gens, due_s))
     return works
+
+
+def _least(options: LoadOptions) -> int:
+    return options.n_gen if options.n_least is None else options.n_least
 
 
 def _arrivals(n: int, rate_s: float, random_source: random.Random) -> list[float]:
@@ -202,7 +214,7 @@ def _warm_up(work: _Work, options: LoadOptions, n_tokens: int) -> _Work:
     random_source = random.Random(f"{options.seed} {work.n_prompt} {work.n_streams} {work.rate_s}")
     n = min(work.at_a_time, options.n_parallel)
     prompts = [[random_source.randrange(n_tokens) for _ in range(work.n_prompt)] for _ in range(n)]
-    return _Work(work.n_prompt, n, None, prompts, None)
+    return _Work(work.n_prompt, n, None, prompts, [min(WARM_UP, options.n_gen)] * n, None)
 
 
 def _measure_alone(name: str | None, options: LoadOptions) -> _Alone:
@@ -218,8 +230,8 @@ def _measure_alone(name: str | None, options: LoadOptions) -> _Alone:
     n_tokens = opened.tokenizer.n_tokens
     for work in _works(options, n_tokens, opened.engine.capacity):
         warm = _warm_up(work, options, n_tokens)
-        drive(opened.engine, _requests(warm, options, min(WARM_UP, options.n_gen)), warm.at_a_time)
-        loads.append(drive(opened.engine, _requests(work, options, options.n_gen), work.at_a_time, work.due_s))
+        drive(opened.engine, _requests(warm, options), warm.at_a_time)
+        loads.append(drive(opened.engine, _requests(work, options), work.at_a_time, work.due_s))
     fields = _model_fields(opened) | origin(device)
     del opened
     gc.collect()
@@ -238,7 +250,7 @@ def _model_fields(opened: Opened) -> dict[str, Any]:
     }
 
 
-def _requests(work: _Work, options: LoadOptions, n_gen: int) -> list[Request]:
+def _requests(work: _Work, options: LoadOptions) -> list[Request]:
     return [
         Request(
             prompt_ids=tuple(prompt),
@@ -246,25 +258,24 @@ def _requests(work: _Work, options: LoadOptions, n_gen: int) -> list[Request]:
             sampling=SamplingParams(temperature=options.temperature, seed=options.seed + place),
             ignores_end=True,
         )
-        for place, prompt in enumerate(work.prompts)
+        for place, (prompt, n_gen) in enumerate(zip(work.prompts, work.n_gens, strict=True))
     ]
 
 
-def _send(server: Server, work: _Work, options: LoadOptions, n_gen: int) -> Load:
+def _send(server: Server, work: _Work, options: LoadOptions) -> Load:
     """The requests over HTTP, from a client in a process of its own."""
     asked = {
-        "max_tokens": n_gen,
         "temperature": options.temperature,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     bodies = [
-        json.dumps({"prompt": prompt, "seed": options.seed + place, **asked})
-        for place, prompt in enumerate(work.prompts)
+        json.dumps({"prompt": prompt, "seed": options.seed + place, "max_tokens": n_gen, **asked})
+        for place, (prompt, n_gen) in enumerate(zip(work.prompts, work.n_gens, strict=True))
     ]
     plan = Plan(
-        server.host, server.port, PATH, bodies, n_gen, work.at_a_time, work.due_s, options.is_cold
+        server.host, server.port, PATH, bodies, work.n_gens, work.at_a_time, work.due_s, options.is_cold
     )  # fmt: skip
     done = subprocess.run(
         (sys.executable, "-m", "bytefloor.tools.load_client"),
@@ -277,9 +288,9 @@ def _send(server: Server, work: _Work, options: LoadOptions, n_gen: int) -> Load
 
 
 def _measure(server: Server, work: _Work, options: LoadOptions, alone: _Alone | None, place: int) -> LoadRow:
-    _send(server, _warm_up(work, options, server.facts["n_tokens"]), options, min(WARM_UP, options.n_gen))
+    _send(server, _warm_up(work, options, server.facts["n_tokens"]), options)
     before = server.cpu_s()
-    load = _send(server, work, options, options.n_gen)
+    load = _send(server, work, options)
     after = server.cpu_s()
     server_cpu = None if before is None or after is None else round((after - before) / load.wall_s, 3)
     good = [outcome for outcome in load.outcomes if outcome.error is None]
@@ -291,6 +302,7 @@ def _measure(server: Server, work: _Work, options: LoadOptions, alone: _Alone | 
         is_cold=options.is_cold,
         n_parallel=server.facts["n_sequences"],
         n_prompt=work.n_prompt,
+        n_gen_least=_least(options),
         n_gen=options.n_gen,
         temperature=options.temperature,
         requests=len(load.outcomes),

@@ -28,14 +28,14 @@ class Plan:
     """What to send. bodies: JSON texts for path, one a request.
 
     n_streams: so many at a time, each followed by the next. due_s: instead, when each is sent, from the start.
-    is_cold: each on a connection of its own, which counts. n_tokens: what every answer should have.
+    is_cold: each on a connection of its own, which counts. n_tokens: of each answer, as it should be.
     """
 
     host: str
     port: int
     path: str
     bodies: list[str]
-    n_tokens: int
+    n_tokens: list[int]
     n_streams: int = 1
     due_s: list[float] | None = None
     is_cold: bool = False
@@ -155,8 +155,10 @@ class Client:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._idle: list[Connection] = []
-        self._requests = deque(enumerate(_request(plan, body) for body in plan.bodies))
-        self._answers: list[tuple[Outcome, list[bytes]]] = []
+        self._requests = deque(
+            (_request(plan, body), n_tokens) for body, n_tokens in zip(plan.bodies, plan.n_tokens, strict=True)
+        )
+        self._answers: list[tuple[Outcome, list[bytes], int]] = []
         self._start = 0.0
 
     async def run(self) -> Load:
@@ -172,26 +174,25 @@ class Client:
         end, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         for connection in self._idle:
             connection.close()
-        for outcome, events in self._answers:
+        for outcome, events, n_tokens in self._answers:
             if outcome.error is None:
-                _read(outcome, events, plan.n_tokens)
-        return Load([outcome for outcome, _ in self._answers], end - self._start, cpu_s)
+                _read(outcome, events, n_tokens)
+        return Load([outcome for outcome, _, _ in self._answers], end - self._start, cpu_s)
 
     async def _stream(self) -> None:
         while self._requests:
-            _, request = self._requests.popleft()
-            await self._ask(request, time.perf_counter())
+            await self._ask(*self._requests.popleft(), time.perf_counter())
 
     async def _arrive(self, due_s: list[float]) -> None:
         async with asyncio.TaskGroup() as group:
-            for (_, request), due in zip(self._requests, due_s, strict=True):
+            for (request, n_tokens), due in zip(self._requests, due_s, strict=True):
                 await asyncio.sleep(self._start + due - time.perf_counter())
-                group.create_task(self._ask(request, self._start + due))
+                group.create_task(self._ask(request, n_tokens, self._start + due))
 
-    async def _ask(self, request: bytes, due: float) -> None:
+    async def _ask(self, request: bytes, n_tokens: int, due: float) -> None:
         outcome, connection = Outcome(due), None
         events: list[bytes] = []
-        self._answers.append((outcome, events))
+        self._answers.append((outcome, events, n_tokens))
         try:
             async with asyncio.timeout(self._plan.timeout_s):
                 connection = await self._connection()

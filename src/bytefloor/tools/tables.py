@@ -106,7 +106,9 @@ def make_serve_table(rows: Rows) -> str:
     for row in sorted(rows, key=lambda row: row["date"]):
         many = str(row["streams"]) if row["streams"] else f"{row['rate_s']} a second"
         how = f"{many}, new connections" if row["is_cold"] else many
-        found[row["model"], how, f"{row['n_prompt']:,}", f"{row['n_gen']:,}"] = row
+        least = row.get("n_gen_least", row["n_gen"])  # rows from before answers could differ have none
+        answer = f"{row['n_gen']:,}" if least == row["n_gen"] else f"{least:,} to {row['n_gen']:,}"
+        found[row["model"], how, f"{row['n_prompt']:,}", answer] = row
 
     def cell(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:,.{digits}f}"
