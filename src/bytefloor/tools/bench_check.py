@@ -1,13 +1,15 @@
 """What ``bench`` looks at before it measures: a speed is worth nothing where kernels are wrong.
 
-The same tokens go row by row and all at once; on a device that is through the kernels of decoding and through those of
-many rows, which share no product and no attention. Each layer's keys and values must come out alike, and the last
-logits: so a wrong kernel shows in the layer behind it, before what is left of a deep model has made anything of it.
+The same tokens go one by one, a few at a time and all at once. On a device those are roads that share little: decoding
+has products and attention of its own, few rows and many have other weights. Each layer's keys and values must come out
+alike, and the last logits: so a wrong kernel shows in the layer behind it, before what is left of a deep model has made
+anything of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,7 @@ class Bounds:
     more: float
 
     def at(self, layer: int) -> float:
+        """Of keys and values; the logits' layer is the number of layers."""
         return self.first + layer * self.more
 
 
@@ -44,76 +47,109 @@ MOST_ERROR = {
     "k4v2": Bounds(0.03, 0.006),
 }
 """By what the cache keeps; of k4v2 what is looked at is bf16. Roundings differ, to bf16 here and to codes of 16 bits
-there, and a model with random weights makes more of that in each layer. On a card Llama 3.1 8B, Qwen3 8B, Gemma 4 12B
-and SmolLM2 come to at most four fifths of these: docs/log.md has the numbers."""
+there, and a model with random weights makes more of that in each layer. On a card Qwen3 8B, Gemma 4 12B and SmolLM2
+come to at most four fifths of these, a random Llama 3.1 8B to three times as much: docs/log.md has the numbers."""
 
 
 OF_FEW = 4.0
 """Times these for few rows: of random blocks, whose minimums are anything, their weights are off by half as much again,
 and where groups of activations have a sum the errors of minimums add up."""
+AMPLIFIED = 4.0
+"""So many times as far as the others lie from each other a road may lie from them. Some models make ten times as much
+of a rounding as others, random ones without norms of queries and keys above all; one wrong road leaves the others
+near."""
+FEW_AT_A_TIME = MOST_ROWS_ONE_BY_ONE + 8
 
 
 @dataclass(frozen=True)
-class Drift:
-    """Relative errors of keys and values, a number a layer that has any of its own, in order; and of logits."""
+class Apart:
+    """In one place, the road that lies farthest from its nearest. layer: None for the last logits. error: of the norm,
+    to the nearest of the others; bound: what that may be."""
 
-    layers: tuple[float, ...]
-    logits: float
+    layer: int | None
+    road: str
+    others: str
+    error: float
+    bound: float
 
+    @property
+    def what(self) -> str:
+        """In words."""
+        return "logits" if self.layer is None else f"keys and values of layer {self.layer}"
 
-def check_kernels(executor: Executor) -> Drift:
-    """NumericalError, with the layer, where the two roads differ by more than roundings can explain."""
-    if not isinstance(executor, DeviceExecutor):
-        return _check(executor, CHECKED)
-    # Few rows have weights and kernels of their own, and so have many.
-    _check(executor, MOST_ROWS_ONE_BY_ONE + 8)
-    return _check(executor, min(FEW_ROWS + 8, executor.plan.chunk, executor.plan.capacity))
-
-
-def drift_bounds(executor: Executor, n_rows: int) -> Bounds:
-    """What ``drift`` of so many rows is held against."""
-    bounds = MOST_ERROR[executor.step.storage]
-    is_few = isinstance(executor, DeviceExecutor) and pad_rows(n_rows) <= FEW_ROWS
-    return Bounds(OF_FEW * bounds.first, OF_FEW * bounds.more) if is_few else bounds
+    @property
+    def is_wrong(self) -> bool:
+        """NaN is, too: it compares false with everything."""
+        return not self.error < self.bound
 
 
-def _check(executor: Executor, n_rows: int) -> Drift:
-    is_device = isinstance(executor, DeviceExecutor)
-    found = drift(executor, [(FIRST_TOKEN + 7 * i) % 200 for i in range(n_rows)])
-    bounds = drift_bounds(executor, n_rows)
-    whose = "the decode kernels" if is_device else "rows one by one"
-    other, culprit = ("those of many rows", "a kernel") if is_device else ("all rows at once", "an operation")
-    for i, error in enumerate((*found.layers, found.logits)):
-        what = f"keys and values of layer {i}" if i < len(found.layers) else "logits"
-        most = bounds.at(i)
-        # NaN fails too: it compares false with everything.
-        if not error < most:
+def check_kernels(executor: Executor) -> tuple[Apart, ...]:
+    """NumericalError, with the layer, where roads differ by more than roundings can explain."""
+    n_rows = most_rows(executor) if isinstance(executor, DeviceExecutor) else CHECKED
+    found = compare_roads(executor, [(FIRST_TOKEN + 7 * i) % 200 for i in range(n_rows)])
+    culprit = "a kernel" if isinstance(executor, DeviceExecutor) else "an operation"
+    for apart in found:
+        if apart.is_wrong:
             raise NumericalError(
-                f"{what} of {whose} differ from {other} by {error:.3g}, expected below {most:.3g}: {culprit} is wrong"
+                f"{apart.what}: {apart.road} differ from {apart.others} by {apart.error:.3g}, "
+                f"expected below {apart.bound:.3g}: {culprit} is wrong"
             )
     return found
 
 
-def drift(executor: Executor, ids: Sequence[int]) -> Drift:
-    """How far rows one by one are from all at once. Writes over the first pages."""
-    (at_once, logits), (by_row, logits_by_row) = (_run(executor, ids, chunk) for chunk in (len(ids), 1))
-    layers = tuple(_error(*pair) for pair in zip(by_row, at_once, strict=True))
-    return Drift(layers, _error(logits_by_row, logits))
+def most_rows(executor: Executor) -> int:
+    """As many as it takes for the kernels of many rows, where there is room."""
+    return min(FEW_ROWS + 8, executor.plan.chunk, executor.plan.capacity)
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def compare_roads(executor: Executor, ids: Sequence[int]) -> tuple[Apart, ...]:
+    """The same rows one by one, a few at a time and all at once, layer by layer, and the last logits behind them.
+    Writes over the first pages. Only kernels have a road for few rows: elsewhere there are two."""
+    chunks = [1, len(ids)]
+    if isinstance(executor, DeviceExecutor) and pad_rows(len(ids)) > FEW_ROWS:
+        chunks.insert(1, FEW_AT_A_TIME)
+    left = {chunk: _run(executor, ids, chunk) for chunk in chunks}
+    n_layers = len(left[1]) - 1
+    return tuple(
+        _compare(executor, {chunk: values[i] for chunk, values in left.items()}, None if i == n_layers else i, i)
+        for i in range(n_layers + 1)
+    )
 
 
-def _run(executor: Executor, ids: Sequence[int], chunk: int) -> tuple[list[Tensor], Tensor]:
-    """What a prompt leaves in each layer's pages, float32, and its last logits."""
+def _compare(executor: Executor, values: Mapping[int, Tensor], layer: int | None, depth: int) -> Apart:
+    """values: of each road, by rows at a time. depth: layers before."""
+    is_device, n_all = isinstance(executor, DeviceExecutor), max(values)
+    roads = {1: "rows one by one", FEW_AT_A_TIME: f"{FEW_AT_A_TIME} rows at a time", n_all: f"{n_all} rows at once"}
+    aparts = []
+    for chunk, own in values.items():
+        others = {at: other for at, other in values.items() if at != chunk}
+        bound = MOST_ERROR[executor.step.storage].at(depth)
+        # Of two roads neither is the one that is apart.
+        blamed = [chunk] if len(others) == 2 else values
+        if is_device and any(at > 1 and pad_rows(at) <= FEW_ROWS for at in blamed):
+            bound *= OF_FEW
+        if len(others) == 2:
+            bound = max(bound, AMPLIFIED * _error(*others.values()))
+        error = min(_error(own, other) for other in others.values())
+        aparts.append(Apart(layer, roads[chunk], " and ".join(roads[at] for at in others), error, bound))
+    return max(aparts, key=lambda apart: (apart.is_wrong, apart.error / apart.bound))
+
+
+def _error(one: Tensor, other: Tensor) -> float:
+    """Of the smaller norm; infinite where a value is not finite."""
+    error = float((one - other).norm() / torch.minimum(one.norm(), other.norm()))
+    return error if math.isfinite(error) else math.inf
+
+
+def _run(executor: Executor, ids: Sequence[int], chunk: int) -> list[Tensor]:
+    """What a prompt leaves in each layer's pages, float32, and its last logits behind them."""
     cache, logits = empty_cache(executor), torch.empty(0)
     for start in range(0, len(ids), chunk):
         rows, batch = ids[start : start + chunk], Batch()
         cache.append_rows(batch, rows, [len(rows) - 1])
         logits = executor.run(batch)[0].float()
         cache.commit(len(rows))
-    return [_kept(executor, cache, layer) for layer in _layers(executor)], logits.clone()
+    return [*(_kept(executor, cache, layer) for layer in _layers(executor)), logits.clone()]
 
 
 def _layers(executor: Executor) -> list[CacheLayer]:

@@ -18,7 +18,7 @@ from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.errors import CapacityError
 from bytefloor.files.stored import Checkpoint
 from bytefloor.model.step import Step
-from bytefloor.tools.bench_check import MOST_ERROR, drift, drift_bounds
+from bytefloor.tools.bench_check import MOST_ERROR, compare_roads, most_rows
 from bytefloor.tools.bench_prompt import empty_cache
 from bytefloor.tools.bench_together import Executor
 from bytefloor.tools.verify_oracle import ROW_ROUNDINGS, Oracle, Roundings
@@ -55,14 +55,14 @@ def check_reference_runs(make: MakeReference, ids: Sequence[int]) -> list[Rung]:
 
 
 def _layers(executor: Executor, ids: Sequence[int], rung: str) -> Iterator[Line]:
-    """Rows one by one and all at once, which on a device share no product and no attention: keys and values of each
+    """Rows one by one, a few at a time and all at once, which on a device share no product: keys and values of each
     layer, and the logits."""
-    few = ids[:EAGER_ROWS]
-    bounds, found = drift_bounds(executor, len(few)), drift(executor, few)
+    n_rows = most_rows(executor) if isinstance(executor, DeviceExecutor) else EAGER_ROWS
     parts = [call.part for call in executor.step.calls if call.op.name == "cache_write"]
-    for i, (part, error) in enumerate(zip([*parts, "head"], [*found.layers, found.logits], strict=True)):
-        what = "keys and values" if i < len(parts) else "logits"
-        yield _line(rung, part, what, error, bounds.at(i))
+    for part, apart in zip([*parts, "head"], compare_roads(executor, ids[:n_rows]), strict=True):
+        what = "logits" if apart.layer is None else "keys and values"
+        verdict = WRONG if apart.is_wrong else EQUAL
+        yield Line(rung, "", part, what, apart.error, apart.bound, verdict, f"farthest: {apart.road}")
 
 
 def _line(rung: str, part: str, name: str, error: float, bound: float, note: str = "") -> Line:
