@@ -16,6 +16,8 @@ from bytefloor.errors import RequestError, ShapeError
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
+from bytefloor.model.step import OpCall
+from bytefloor.ops.op import Sizes
 
 SMALL = Shape("gemma4", 256, 512, 2, 4, 2, 64, 288, 4096, True, {"attention.sliding_window": 40}, 2, 1, 128)
 SMALL_E = replace(
@@ -152,3 +154,39 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
     ):
         with pytest.raises(RequestError, match=f"{name}: no {unknown}; expected"):
             make_checkpoint(f"synthetic:{name}", "cpu")
+
+
+@pytest.mark.parametrize("kv", ["bf16", "k4v2"])
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma4-12b"])
+def test_what_a_token_reads_is_added_up_once(name: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asked for by every answer of a server: layers that read alike are one, and the weights are known."""
+    model = load_model(make_checkpoint(f"synthetic:{name}/Q4_K_M", "cpu"))
+    step = build_step(model.config, model.weights, Rounding(cache=kv))
+
+    def plain(depth: int, dropped: int) -> tuple[int, int]:
+        sizes = {"T": 1, "R": 1, "B": 1, "S": depth + 1}
+        weights, cache = 0, 0
+        for call in step.calls:
+            weights += call.weight_bytes(sizes)
+            if call.op.reads_cache:
+                assert call.cache is not None
+                is_whole = call.cache.kind.window is not None
+                cache += call.cache_bytes(sizes if is_whole else {**sizes, "S": depth + 1 - dropped})
+        return weights, cache
+
+    places = [(0, 0), (5, 2), (200, 0), (1023, 1), (1024, 900), (30000, 0), (30000, 20000)]
+    expected = [plain(*place) for place in places]
+    assert len(set(expected)) == len(expected)
+    assert [step.token_bytes(*place) for place in places] == expected
+    n_calls = 0
+    right = OpCall.cache_bytes
+
+    def counted(self: OpCall, sizes: Sizes) -> int:
+        nonlocal n_calls
+        n_calls += 1
+        return right(self, sizes)
+
+    monkeypatch.setattr(OpCall, "cache_bytes", counted)
+    monkeypatch.delattr(OpCall, "weight_bytes")
+    assert step.token_bytes(*places[-1]) == expected[-1]
+    assert n_calls == len({call.cache.kind for call in step.calls if call.op.reads_cache and call.cache is not None})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from bytefloor import ops
@@ -19,6 +20,7 @@ from bytefloor.ops.pages import PAGE_SIZE
 
 STORAGE_BYTES = {"float32": (4, 0), "bf16": (2, 0), "int8": (1, 2), "fp8": (1, 2)}
 """Bytes of an element that a cache keeps, and of the scale of a head at a position."""
+ONE_TOKEN = {"T": 1, "R": 1, "B": 1}
 INPUTS: dict[str, tuple[Axis, ...]] = {
     "tokens": ("T",),
     "positions": ("T",),
@@ -165,11 +167,23 @@ class Step:
     def token_bytes(self, depth: int, dropped: int = 0) -> tuple[int, int]:
         """Weights, in the file's own encoding, and live cache that a token at a depth must read. dropped: positions
         that layers without a window have no more."""
-        sizes = {"T": 1, "R": 1, "B": 1, "S": depth + 1}
-        weights = sum(call.weight_bytes(sizes) for call in self.calls)
-        cut = {**sizes, "S": depth + 1 - dropped}
-        reads = [(call, call.cache.kind) for call in self.calls if call.op.reads_cache and call.cache is not None]
-        return weights, sum(call.cache_bytes(cut if kind.window is None else sizes) for call, kind in reads)
+        sizes = {**ONE_TOKEN, "S": depth + 1}
+        cut = {**ONE_TOKEN, "S": depth + 1 - dropped}
+        weights, reads = self._token_reads
+        return weights, sum(n * call.cache_bytes(cut if kind.window is None else sizes) for n, call, kind in reads)
+
+    @cached_property
+    def _token_reads(self) -> tuple[int, list[tuple[int, OpCall, CacheKind]]]:
+        """Bytes of weights, and each different reading of the cache with how many layers do it. Every answer of a
+        server asks what its tokens had to read, and a walk over the list takes longer than a token."""
+        weights = sum(call.weight_bytes(ONE_TOKEN) for call in self.calls)
+        found: dict[str, tuple[int, OpCall, CacheKind]] = {}
+        for call in self.calls:
+            if call.op.reads_cache and call.cache is not None:
+                kind = call.cache.kind
+                like = repr((call.op.name, kind, sorted(call.sizes.items()), sorted(call.attributes.items())))
+                found[like] = (found[like][0] + 1 if like in found else 1, call, kind)
+        return weights, list(found.values())
 
 
 def _whole_pages(kind: CacheKind) -> dict[str, Any]:
