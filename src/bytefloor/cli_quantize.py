@@ -12,11 +12,14 @@ from bytefloor.tools import interrupt
 
 
 def quantize(
-    out: Annotated[Path, typer.Argument(help="What to write: FILE.gguf, or a directory for affine, FP4 and FP8.")],
     format_name: Annotated[
         str,
         typer.Option("-f", "--format", help="Q4_K_M, Q8_0 and other GGUF names; affine-4b; FP4; FP8."),
     ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="What to write: FILE.gguf, or a directory for affine, FP4 and FP8; none with --dry-run."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option("-m", "--model", help="The source: a GGUF file, a directory, or a pulled name.")
     ] = None,

@@ -36,6 +36,18 @@ def test_dry_run_prints_the_plan_and_writes_nothing(run, source, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_plan_needs_no_name_and_a_file_does(run, source, tmp_path):
+    status, out, _ = run("-m", source, "-f", "Q4_K_M", "--dry-run", "--json")
+    assert status == 0
+    assert json.loads(out)["out"] is None
+    status, out, err = run("-m", source, "-f", "Q4_K_M")
+    assert (status, out) == (2, "")
+    assert "what to write is missing: expected FILE.gguf or a directory's name, or --dry-run" in err
+    status, _, err = run("-m", source, "-f", "Q4_K_M", "--dry-run", tmp_path / "out")
+    assert status == 2
+    assert "expected a name that ends in .gguf" in err
+
+
 def test_written_file_is_reported_with_its_losses(run, source, tmp_path):
     status, out, _ = run("-m", source, "-f", "Q8_0", "--match", "*attn_v*=Q6_K", tmp_path / "out.gguf")
     assert status == 0

@@ -41,18 +41,24 @@ class QuantizeOptions:
     device: str = "auto"
 
 
-def quantize(source: str | None, out: Path, options: QuantizeOptions) -> None:
-    """Plan, and unless dry: calibrate, write, check, report. What is refused is refused before anything is written."""
+def quantize(source: str | None, out: Path | None, options: QuantizeOptions) -> None:
+    """Plan, and unless dry: calibrate, write, check, report. What is refused is refused before anything is written.
+
+    out: may be None for a plan; one that is given is looked at, too.
+    """
+    if out is None and not options.is_dry:
+        raise RequestError("what to write is missing: expected FILE.gguf or a directory's name, or --dry-run")
     target = make_target(options.format_name, list(options.matches), options.group, options.has_substitutes)
     device = choose_device(options.device)
     text = _read_text(options.calibration)
     job = prepare(find_model(source), target, options.calibration is not None)
-    refuse_taken(job, out)
+    if out is not None:
+        refuse_taken(job, out)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if not options.json_output:
         _print_plan(console, job, options)
     losses: list[Loss] = []
-    if not options.is_dry:
+    if out is not None and not options.is_dry:
         counts = _importances(job, text, device)
 
         def told(loss: Loss, number: int, count: int) -> None:
@@ -62,7 +68,7 @@ def quantize(source: str | None, out: Path, options: QuantizeOptions) -> None:
         carry_out(job, out, counts, device, told)
     if options.json_output:
         print(json.dumps(report(job, out, losses), indent=2))
-    elif losses:
+    elif out is not None and losses:
         _print_losses(console, job, out, losses)
 
 
@@ -93,13 +99,13 @@ def say_progress(line: str, is_last: bool) -> None:
         sys.stderr.flush()
 
 
-def report(job: Job, out: Path, losses: list[Loss]) -> dict[str, Any]:
+def report(job: Job, out: Path | None, losses: list[Loss]) -> dict[str, Any]:
     """The plan and, by tensor, the loss, JSON-ready."""
     by_name = {loss.name: loss for loss in losses}
     plan = job.plan
     return {
         "source": str(job.model.checkpoint.path),
-        "out": str(out),
+        "out": None if out is None else str(out),
         "format": plan.target.mixture or plan.target.format_name,
         "n_bytes": plan.n_bytes,
         "n_weights": plan.n_weights,
