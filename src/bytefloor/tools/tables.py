@@ -58,20 +58,21 @@ def make_table(rows: Rows) -> str:
     Rows from before sampled decoding was measured are greedy, those from before executors were named ran on kernels,
     those from before caches of codes had one of bf16.
     """
-    found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    found: dict[tuple[str, str, int, int], dict[str, dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         name = row["model"] + (" (reference executor)" if row.get("executor") == "reference" else "")
-        place = (name, row.get("kv", "bf16"), str(row.get("batch", 1)), f"{row['depth']:,}")
+        place = (name, row.get("kv", "bf16"), row.get("batch", 1), row["depth"])
         sampling, before = row.get("sampling", "greedy"), found.setdefault(place, {})
         if sampling in before and before[sampling]["date"] == row["date"]:
             raise ValueError(f"two rows of {place}, {sampling}, {row['date']}: which of them counts?")
         before[sampling] = row
     lines = []
-    for what, kinds in found.items():
+    for (name, kv, n_sequences, depth), kinds in sorted(found.items(), key=lambda item: item[0]):
         rate = {sampling: f"{row['tok_s']:.0f}" for sampling, row in kinds.items()}
         row = kinds.get("greedy") or kinds["sampled"]
         tokens = rate.get("greedy", ""), rate.get("sampled", "")
-        lines.append((*what, *tokens, f"{row['share']:.1%}", row["card"], row["date"]))
+        place = name, kv, str(n_sequences), f"{depth:,}"
+        lines.append((*place, *tokens, f"{row['share']:.1%}", row["card"], row["date"]))
     return markdown(HEADINGS, lines)
 
 
