@@ -258,6 +258,21 @@ def test_the_road_whose_product_is_wrong_is_named(
     assert seen >= {32, 128}
 
 
+def test_roads_that_are_all_apart_are_no_excuse(
+    twins: kernel_twins.TwinDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads garbage is apart from itself, too: attention of many rows, which few rows share."""
+    right, numbers = kernel_twins.TwinKernel.attention_rows, torch.Generator().manual_seed(1)
+
+    def wrong(self, *arguments):
+        right(self, *arguments)
+        arguments[5].copy_(torch.randn(arguments[5].shape, generator=numbers))
+
+    monkeypatch.setattr(kernel_twins.TwinKernel, "attention_rows", wrong)
+    with pytest.raises(NumericalError, match="keys and values of layer 1: "):
+        list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, n_prompt=(100,))))
+
+
 def test_lengths_that_do_not_fit_are_left_out_and_nothing_left_is_refused(twins: kernel_twins.TwinDevice) -> None:
     options = replace(OPTIONS, depths=(0, 5000), n_prompt=())
     assert [row.depth for row in bench("synthetic:tiny/Q4_K_M", options)] == [0, 0]

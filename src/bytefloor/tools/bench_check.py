@@ -51,13 +51,13 @@ there, and a model with random weights makes more of that in each layer. On a ca
 come to at most four fifths of these, a random Llama 3.1 8B to three times as much: docs/log.md has the numbers."""
 
 
-OF_FEW = 4.0
+LOOSE = 4.0
 """Times these for few rows: of random blocks, whose minimums are anything, their weights are off by half as much again,
-and where groups of activations have a sum the errors of minimums add up."""
+and where groups of activations have a sum the errors of minimums add up. Nothing is allowed more."""
 AMPLIFIED = 4.0
-"""So many times as far as the others lie from each other a road may lie from them. Some models make ten times as much
-of a rounding as others, random ones without norms of queries and keys above all; one wrong road leaves the others
-near."""
+"""Up to that, so many times as far as the others lie from each other a road may lie from them. Some models make ten
+times as much of a rounding as others, random ones without norms of queries and keys above all, and do it on each road;
+one that is wrong leaves the others near."""
 FEW_AT_A_TIME = MOST_ROWS_ONE_BY_ONE + 8
 
 
@@ -124,12 +124,13 @@ def _compare(executor: Executor, values: Mapping[int, Tensor], layer: int | None
     for chunk, own in values.items():
         others = {at: other for at, other in values.items() if at != chunk}
         bound = MOST_ERROR[executor.step.storage].at(depth)
+        most = LOOSE * bound
         # Of two roads neither is the one that is apart.
         blamed = [chunk] if len(others) == 2 else values
         if is_device and any(at > 1 and pad_rows(at) <= FEW_ROWS for at in blamed):
-            bound *= OF_FEW
-        if len(others) == 2:
-            bound = max(bound, AMPLIFIED * _error(*others.values()))
+            bound = most
+        elif len(others) == 2:
+            bound = max(bound, min(most, AMPLIFIED * _error(*others.values())))
         error = min(_error(own, other) for other in others.values())
         aparts.append(Apart(layer, roads[chunk], " and ".join(roads[at] for at in others), error, bound))
     return max(aparts, key=lambda apart: (apart.is_wrong, apart.error / apart.bound))
