@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 import torch
 from checkpoints import greedy_of, make_engine, run_together
 from gguf import GGMLQuantizationType as Q
+from torch import Tensor
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.reference import Precision, ReferenceExecutor
 from bytefloor.engine.request import Request
 from bytefloor.engine.sampling_params import SamplingParams
-from bytefloor.engine.score import score_chunks, token_nll
+from bytefloor.engine.score import check_finite, check_not_uniform, score_chunks
 from bytefloor.errors import BytefloorError, NumericalError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.model.config import Rounding
@@ -229,6 +231,24 @@ def test_an_affine_embedding_is_looked_up(name: str, setting: dict[str, int], tm
     assert_close(logits, reference_logits(oracle, ids))
     stored = load_model(open_checkpoint(tmp_path / "mlx")).weights.embedding.stored
     assert stored.format_name == f"affine-{setting['bits']}b-g{setting['group_size']}"
+
+
+def token_nll(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Tensor:
+    """Negative log-likelihood, nats, of ids[1:], float64 [T - 1].
+
+    NumericalError where the logits are not finite, or say nothing.
+    """
+    parts = []
+    start = 0
+    for logits in score_chunks(executor, ids, chunk):
+        check_finite(logits, start)
+        if start == 0:
+            check_not_uniform(logits)
+        targets = torch.tensor(ids[start + 1 : start + 1 + logits.shape[0]], device=logits.device)
+        log_probabilities = logits[: len(targets)].double().log_softmax(-1)
+        parts.append(-log_probabilities.gather(1, targets[:, None])[:, 0])
+        start += logits.shape[0]
+    return torch.cat(parts).cpu()
 
 
 def test_a_model_that_says_nothing_is_refused(tmp_path: Path) -> None:

@@ -85,6 +85,23 @@ def test_who_loses_its_pages_is_cut_once_more_and_says_the_same(model: Model) ->
     assert short.load.n_preempted > 0
 
 
+def test_prompts_that_need_their_last_rows_together_never_wait_for_each_other(model: Model) -> None:
+    """Two that lost their pages have 32 rows left that go together, of 40; half of these is enough for neither."""
+    lengths = [(100, 70), (100, 60), (100, 50), (100, 40), (90, 40), (60, 60), (110, 60)]
+    requests = [asked(n, seed=i, n_tokens=n_tokens) for i, (n, n_tokens) in enumerate(lengths)]
+    engine = cutting(model, n_sequences=3, chunk=40, capacity=180, positions=256, page_size=16, n_snapshots=0)
+    order = [engine.add(request) for request in requests]
+    found: dict[int, list[int]] = {request_id: [] for request_id in order}
+    for _ in range(2000):
+        for delta in engine.step():
+            found[delta.request_id].append(delta.sampled.id)
+        if not engine.has_work:
+            break
+    assert not engine.has_work
+    assert engine.load.n_preempted > 0
+    assert [len(found[request_id]) for request_id in order] == [n_tokens for _, n_tokens in lengths]
+
+
 def test_pages_come_back_when_the_prompt_is_read(model: Model) -> None:
     """Not when the answer ends: who waits for pages begins then."""
     engine = cutting(model, n_sequences=2, positions=256, n_snapshots=0)

@@ -100,6 +100,15 @@ def test_short_prompts_share_a_chunk_with_a_long_one_before_them() -> None:
     assert shares(16, 1000) == {0: 16}
 
 
+def test_the_oldest_gets_the_rows_without_which_it_cannot_get_on() -> None:
+    scheduler: Scheduler[Job] = Scheduler(n_sequences=3, chunk=40, n_least=32)
+    jobs = [Job(62), Job(32), Job(1)]
+    for job in jobs:
+        scheduler.add(job)
+    scheduler.admit(always)
+    assert {jobs.index(job): n for job, n in scheduler.plan()} == {2: 1, 0: 32, 1: 7}
+
+
 def test_the_oldest_gets_on_whoever_decodes_beside_it() -> None:
     assert shares(4, 100, 1, 1, 1, 1, 1) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert shares(1, 100, 1, 1) == {0: 1}

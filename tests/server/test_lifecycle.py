@@ -25,6 +25,7 @@ import pytest
 from bytefloor.engine.loading import Opened
 from bytefloor.errors import KernelError
 from bytefloor.server import process
+from bytefloor.server.event_stream import EventStream, Write
 from bytefloor.server.service import Service
 from server.live import SHORT, Live, Scripted, eventually, live, scripted
 
@@ -225,6 +226,48 @@ def test_a_server_that_drains_finishes_what_runs_and_takes_nothing_new(stage: St
             executor.gate.set()
             assert drained.result(10) == 0
     assert [reply.result().json()["choices"][0]["message"]["content"] for reply in replies] == ["finished"] * 2
+
+
+def test_a_server_that_drains_waits_for_choices_that_were_not_begun(opened: Opened) -> None:
+    """They are submitted when the first has read their prompt, and it may have ended by then: nothing runs, and there
+    is more to come."""
+    engine, executor = scripted(opened, n_sequences=1)
+    with live(engine) as running:
+        executor.say("finished", running.n_prompt())
+        executor.gate.clear()
+        executor.pause_s = 0.1
+        with asking(running, "hello", n=4, max_tokens=1) as replies:
+            eventually(lambda: running.service.worker.n_open == 1, "is there")
+            with ThreadPoolExecutor(1) as pool:
+                drained = pool.submit(running.call, running.service.drain())
+                eventually(lambda: running.service.closed is not None, "draining")
+                executor.gate.set()
+                assert drained.result(10) == 0
+            assert len(executor.batches) >= 4
+            assert running.service.worker.n_open == 0
+            assert len(replies[0].result(5).json()["choices"]) == 4
+
+
+def test_a_stream_whose_client_does_not_read_ends_when_its_time_is_over() -> None:
+    """Its socket is full and writing waits: nobody would look at the clock."""
+    sent, closed = [], []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.sleep(60)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def tell(write: Write) -> bytes:
+        while True:
+            await write(b"more")
+
+    asyncio.run(asyncio.wait_for(EventStream(tell, lambda: closed.append(1), 0.2)({}, receive, send), 10))
+    assert len(sent) == 4
+    assert all(message.get("more_body", True) for message in sent)
+    assert closed == [1]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

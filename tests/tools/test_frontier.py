@@ -151,16 +151,17 @@ def test_recipes_that_do_not_fit_are_rows_with_their_reason(narrow: TinyModel) -
     assert 0 <= kept.kl.value < 1e-7
 
 
+@pytest.mark.parametrize("error", [NumericalError("a number is none"), OSError("a number is none")])
 @pytest.mark.parametrize("part", ["carry_out", "measure", "bench"])
 def test_a_recipe_that_fails_is_a_row_and_the_others_go_on(
-    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
 ) -> None:
     real, calls = getattr(frontier_module, part), iter(range(9))
     broken = 0 if part == "carry_out" else 1  # the source's own call comes first
 
     def sometimes(*args: Any) -> Any:
         if next(calls) == broken:
-            raise NumericalError("a number is none")
+            raise error
         return real(*args)
 
     monkeypatch.setattr(frontier_module, part, sometimes)
@@ -168,7 +169,8 @@ def test_a_recipe_that_fails_is_a_row_and_the_others_go_on(
     rows = list(frontier(str(tiny.directory), TEXT, options("all-4bit", "Q8_0")))
     assert [(row.recipe, row.state) for row in rows[1:]] == [("all-4bit", "failed"), ("Q8_0", "measured")]
     assert rows[1].reason == "a number is none"
-    # A wrong speed takes nothing from what was scored before it.
+    # A wrong speed takes nothing from what was scored before it, nor a wrong score from what was written.
+    assert (rows[1].weight_error is not None) == (rows[1].quantise_s is not None) == (part != "carry_out")
     assert (rows[1].perplexity is not None, rows[1].speeds) == (part == "bench", ())
     assert rows[1].cells()[-1] == "failed: a number is none"
     assert (rows[1].cells()[4] != "") == (part == "bench")

@@ -72,6 +72,11 @@ class CachePlan:
         return self.budget is not None and n_prompt > self.budget
 
     @property
+    def n_together(self) -> int:
+        """Rows at the end of a prompt that may have to be of one step."""
+        return 1 if self.budget is None else OBSERVED
+
+    @property
     def most_positions(self) -> int:
         """How many positions the pools hold in all."""
         return self.positions or self.n_sequences * self.capacity

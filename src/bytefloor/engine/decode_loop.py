@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,23 +147,32 @@ class DecodeLoop:
         self._host = None
 
 
-def capture(work: Callable[[], None], stream: torch.cuda.Stream, device: torch.device) -> Callable[[], None]:
-    """``work`` as a graph that is replayed on the current stream. On a CPU, which has no graphs, the work itself."""
+def capture(
+    work: Callable[[], None], stream: torch.cuda.Stream, device: torch.device, pool: Any = None
+) -> Callable[[], None]:
+    """``work`` as a graph that is replayed on the current stream. On a CPU, which has no graphs, the work itself.
+
+    pool: as for ``record``.
+    """
     if device.type != "cuda":
         return work
     # The first launch of a kernel loads its code, which must not happen while a graph is captured.
     work()
     stream.synchronize()
-    return record(work, device)
+    return record(work, device, pool)
 
 
-def record(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def record(work: Callable[[], None], device: torch.device, pool: Any = None) -> Callable[[], None]:
     """The same of work that has run before, without running it: for when requests are there, since it waits for nothing
-    and looks for no garbage. On the current stream, which is none that other threads use."""
+    and looks for no garbage. On the current stream, which is none that other threads use.
+
+    pool: of ``torch.cuda.graph_pool_handle``, shared by graphs none of which runs beside another or leaves anything in
+    it: a graph keeps for good what its work took while it ran.
+    """
     if device.type != "cuda":
         return work
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         work()
     finally:

@@ -45,7 +45,9 @@ class Engine:
         self.banned_ids = never_sampled(tokenizer, vocabulary_size)
         self._pages = Pages(executor.plan, executor.step.kinds)
         plan = executor.plan
-        self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(plan.n_sequences, plan.chunk)
+        self._scheduler: Scheduler[SequenceState | EmbeddingState] = Scheduler(
+            plan.n_sequences, plan.chunk, plan.n_together
+        )
         self._speculation = speculation or Speculation(1)
         self._drafting = Drafting(self._speculation, self._scheduler, self._pages, self.capacity)
         self._n_requests = 0

@@ -57,6 +57,8 @@ class PromptRunner:
         logits = planner.fused[-1]
         assert isinstance(logits, FusedLogits)
         self._cap = logits.cap
+        # Results lie in the planner's rooms; what torch takes for per-layer inputs is counted once.
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self._trunks: dict[int, _Trunk] = {}
         self._decoding: dict[int, tuple[Callable[[], None], Planes]] = {}
         self._logits: Tensor | None = None
@@ -72,14 +74,14 @@ class PromptRunner:
 
     def record_all(self, decoded: Iterable[int]) -> None:
         """Record chunks of every padded number of rows, and decoding of these numbers of sequences: a server's first
-        requests should not wait for that. It runs rows of nobody, which write to the null page."""
+        requests should not wait for that. It runs rows of nobody, which write nothing."""
         if self._device.type != "cuda":
             return
         for pitch in row_paddings(self.most_rows):
             self._place(Batch(), pitch)
             trunk = self._trunk(pitch)
             trunk.start()
-            trunk.start, trunk.n_runs = record(trunk.start, self._device), 2
+            trunk.start, trunk.n_runs = record(trunk.start, self._device, self._pool), 2
         for pitch in sorted({pad_rows(n) for n in decoded}):
             self._place(Batch(), pitch)
             self._decoder(pitch)
@@ -118,7 +120,7 @@ class PromptRunner:
         trunk.start()
         trunk.n_runs += 1
         if trunk.n_runs == 2:
-            trunk.start = record(trunk.start, self._device)
+            trunk.start = record(trunk.start, self._device, self._pool)
         return trunk.walk
 
     def _run_and_cut(self, batch: Batch, walk: Walk) -> None:
@@ -162,7 +164,7 @@ class PromptRunner:
             walk = self._trunk(pitch).walk
             head = walk.head(pitch)
             work = self._prepare([*walk.trunk, *head.launches])
-            self._decoding[pitch] = capture(work, self._stream, self._device), head.planes
+            self._decoding[pitch] = capture(work, self._stream, self._device, self._pool), head.planes
         return self._decoding[pitch]
 
     def _trunk(self, pitch: int) -> _Trunk:

@@ -90,7 +90,7 @@ class RowPlanner:
         # Layers of one kind share pages, but may have different numbers of query heads.
         self._attention = {
             (kind, n_heads): plan_attention_rows(kind, n_heads, plan, self.card)
-            for kind, n_heads in dict.fromkeys((layer.cache.kind, _n_heads(layer)) for layer in layers)
+            for kind, n_heads in dict.fromkeys((layer.cache.kind, query_heads(layer.attention)) for layer in layers)
         }
         self.n_table = {kind.name: plan.n_table(kind) for kind, _ in self._attention}
         items = [Items(rows, places_of(kind)) for (kind, _), (_, rows, _) in self._attention.items()]
@@ -189,11 +189,7 @@ class RowPlanner:
         return self.weights.vector(weight) if isinstance(weight, Weight) else None
 
     def attention(self, fused: FusedAttention) -> tuple[KernelSpec, int, int]:
-        return self._attention[fused.cache.kind, _n_heads(fused)]
-
-
-def _n_heads(fused: FusedAttention) -> int:
-    return query_heads(fused.attention)
+        return self._attention[fused.cache.kind, query_heads(fused.attention)]
 
 
 def query_heads(attention: OpCall) -> int:
@@ -394,7 +390,7 @@ class Walk:
 
     def _heads(self, fused: FusedAttention) -> list[RowStep]:
         """Norms, RoPE and the cache write; then attention over the pages."""
-        p, kind, heads = self.p, fused.cache.kind, _n_heads(fused)
+        p, kind, heads = self.p, fused.cache.kind, query_heads(fused.attention)
         assert self.delta is not None
         y, e = self.delta, kind.head_size
         norm = fused.q_norm or fused.v_norm

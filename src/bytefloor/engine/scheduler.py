@@ -24,13 +24,15 @@ S = TypeVar("S", bound=Schedulable)
 class Scheduler(Generic[S]):
     """First come, first served; sequences that are decoding ride along with a chunk that prompts share.
 
-    n_sequences: how many may run at once. chunk: most rows a step may have.
+    n_sequences: how many may run at once. chunk: most rows a step may have. n_least: rows without which a prompt may
+    not get on; the oldest has as many before it shares.
     waiting, running: the oldest first.
     """
 
-    def __init__(self, n_sequences: int, chunk: int) -> None:
+    def __init__(self, n_sequences: int, chunk: int, n_least: int = 1) -> None:
         self.n_sequences = n_sequences
         self.chunk = chunk
+        self.n_least = n_least
         self.waiting: deque[S] = deque()
         self.running: list[S] = []
 
@@ -66,9 +68,9 @@ class Scheduler(Generic[S]):
         """(sequence, rows) of the next step.
 
         One row for each that decodes, the oldest first; one is left for a prompt that is the oldest of all. Prompts
-        share what remains of the chunk. The oldest of them gets all it needs where this finishes it, otherwise half;
-        the other half goes to those with the least left to read, so that short ones do not wait behind a long one;
-        what they leave is the oldest one's again.
+        share what remains of the chunk. The oldest of them gets all it needs where this finishes it, otherwise half,
+        and no fewer than n_least; the other half goes to those with the least left to read, so that short ones do not
+        wait behind a long one; what they leave is the oldest one's again.
         """
         pending = [(sequence, sequence.n_pending) for sequence in self.running]
         decoding = [sequence for sequence, n in pending if n == 1]
@@ -82,13 +84,12 @@ class Scheduler(Generic[S]):
         """Rows that a step has left."""
         return self.chunk - sum(n for _, n in planned)
 
-    @staticmethod
-    def _shares(pending: list[int], budget: int) -> list[int]:
+    def _shares(self, pending: list[int], budget: int) -> list[int]:
         """Rows of each prompt, the oldest first."""
         shares = [0] * len(pending)
         if not pending:
             return shares
-        shares[0] = pending[0] if pending[0] <= budget else (budget + 1) // 2
+        shares[0] = pending[0] if pending[0] <= budget else max((budget + 1) // 2, min(budget, self.n_least))
         left = budget - shares[0]
         for i in sorted(range(1, len(pending)), key=pending.__getitem__):
             shares[i] = min(pending[i], left)

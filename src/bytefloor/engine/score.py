@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from bytefloor.engine.batch import Batch
@@ -70,24 +69,6 @@ def score_chunks(
     run = executor.run if observe is None else partial(executor.run, observe=observe)
     for _, logits in score_rows(executor, ids, steps_of(len(ids), chunk), range(len(ids)), run):
         yield logits
-
-
-def token_nll(executor: ReferenceExecutor, ids: Sequence[int], chunk: int) -> Tensor:
-    """Negative log-likelihood, nats, of ids[1:], float64 [T - 1].
-
-    NumericalError where the logits are not finite, or say nothing.
-    """
-    parts = []
-    start = 0
-    for logits in score_chunks(executor, ids, chunk):
-        check_finite(logits, start)
-        if start == 0:
-            check_not_uniform(logits)
-        targets = torch.tensor(ids[start + 1 : start + 1 + logits.shape[0]], device=logits.device)
-        log_probabilities = logits[: len(targets)].double().log_softmax(-1)
-        parts.append(-log_probabilities.gather(1, targets[:, None])[:, 0])
-        start += logits.shape[0]
-    return torch.cat(parts).cpu()
 
 
 def check_finite(logits: Tensor, start: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -175,15 +174,3 @@ def _check_places(file: MappedFile, tensors: Mapping[str, RawTensor]) -> None:
         first = next(raw for raw in ordered if raw.offset + raw.n_bytes > file.size)
         found = f"has {file.size} of {file.size + n_short} (tensor {first.name})"
         _fail(file.path, f"file is {n_short} bytes short: {found}")
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file whole or not at all."""
-    from safetensors.torch import save_file
-
-    partial = path.with_name(path.name + ".partial")
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, dict(metadata or {}))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

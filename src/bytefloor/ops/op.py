@@ -20,7 +20,6 @@ Axis = int | str
 
 Sizes = Mapping[str, int]
 ELLIPSIS = "..."
-ITEM_BYTES = {"float32": 4, "int64": 8, "int32": 4}
 
 
 @dataclass(frozen=True)

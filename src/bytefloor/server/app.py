@@ -42,6 +42,8 @@ from bytefloor.server.service import Service
 from bytefloor.server.wire import to_json
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+LAST_WORDS_S = 1.0
+"""Of a stream whose time is over, to say so; a client that does not read has no more."""
 LITTLE = 4096
 """Bytes of a body."""
 COSTLY = ("response_format", "grammar", "regex", "tools")
@@ -61,7 +63,15 @@ def create_app(service: Service) -> Starlette:
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id"],
         ),
-        Middleware(Guard, service.metrics, service.options.api_key, lambda: service.closed, paths, service.worker.turn),
+        Middleware(
+            Guard,
+            service.metrics,
+            service.options.api_key,
+            lambda: service.closed,
+            paths,
+            service.worker.turn,
+            service.begun,
+        ),
     ]
 
     @asynccontextmanager
@@ -218,7 +228,8 @@ class Endpoints:
         except BaseException:
             generation.close()
             raise
-        return EventStream(lambda write: self._stream(request, generation, answer, write), generation.close)
+        limit_s = options.timeout_s + LAST_WORDS_S
+        return EventStream(lambda write: self._stream(request, generation, answer, write), generation.close, limit_s)
 
     def _check_room(self, n: int) -> None:
         n_open = self._service.worker.n_open

@@ -65,19 +65,27 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream:
-    """A response that tell writes part by part, until it ends or the client goes; then close is called.
+    """A response that tell writes part by part, until it ends, the client goes or limit_s is over; then close is
+    called.
 
-    tell returns the last part, which goes out with the end.
+    tell returns the last part, which goes out with the end. Where the client does not read, writing waits for it: then
+    the limit ends the response without its end, and the connection with it.
     """
 
-    def __init__(self, tell: Callable[[Write], Coroutine[Any, Any, bytes]], close: Callable[[], None]) -> None:
+    def __init__(
+        self, tell: Callable[[Write], Coroutine[Any, Any, bytes]], close: Callable[[], None], limit_s: float
+    ) -> None:
         self._tell = tell
         self._close = close
+        self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
         try:
-            await unless_gone(receive, self._send(send))
+            async with asyncio.timeout(self._limit_s):
+                await unless_gone(receive, self._send(send))
+        except TimeoutError:
+            pass
         finally:
             self._close()
 

@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -73,7 +74,7 @@ class Guard:
     """Around the application, as plain ASGI: what comes from the client passes through untouched.
 
     closed: why nothing new is begun; None while the server takes requests. turn: waits until reading a request does
-    not keep the engine from its work.
+    not keep the engine from its work. begun: around what was let in.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Guard:
         closed: Callable[[], str | None],
         paths: frozenset[str],
         turn: Callable[[], Awaitable[None]],
+        begun: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._app = app
         self._metrics = metrics
@@ -91,6 +93,7 @@ class Guard:
         self._closed = closed
         self._paths = paths
         self._turn = turn
+        self._begun = begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -136,9 +139,13 @@ class Guard:
         if scope["method"] == "POST":
             await self._turn()
         reason = self._closed()
-        if reason is not None and path not in OPEN_TO_THE_END:
+        if path in OPEN_TO_THE_END:
+            await self._app(scope, receive, send)
+            return
+        if reason is not None:
             raise Refusal(503, reason, code="unavailable")
-        await self._app(scope, receive, send)
+        with self._begun():
+            await self._app(scope, receive, send)
 
     def _check_key(self, headers: Headers) -> None:
         """As OpenAI's clients send it, or as Anthropic's do."""

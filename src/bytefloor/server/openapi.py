@@ -50,7 +50,6 @@ TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
-ANYTHING: Schema = {}
 MAP: Schema = {"type": "object"}
 ERROR = _object(
     {"error": _object({"message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT)})},

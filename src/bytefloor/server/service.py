@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from bytefloor.engine.loading import Opened
@@ -55,6 +58,21 @@ class Service:
         self.metrics = Metrics(lambda: self.worker.load)
         self.worker.watch = self.metrics.take
         self._is_draining = False
+        self._n_begun = 0
+        self._is_quiet = asyncio.Event()
+        self._is_quiet.set()
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Around a request that was let in: it may have more for the engine than it has submitted."""
+        self._n_begun += 1
+        self._is_quiet.clear()
+        try:
+            yield
+        finally:
+            self._n_begun -= 1
+            if self._n_begun == 0:
+                self._is_quiet.set()
 
     @property
     def closed(self) -> str | None:
@@ -64,6 +82,10 @@ class Service:
         return "the server is stopping: it finishes what runs and takes nothing new" if self._is_draining else None
 
     async def drain(self) -> int:
-        """Take nothing new and wait for what runs, up to the limit; returns how many were cut short."""
+        """Take nothing new and wait for what was let in, up to the limit; returns how many were cut short."""
         self._is_draining = True
-        return await self.worker.drain(self.options.drain_s)
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.options.drain_s
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._is_quiet.wait(), self.options.drain_s)
+        return await self.worker.drain(ends_at - loop.time())

@@ -123,7 +123,8 @@ class Worker:
         return handle
 
     async def turn(self) -> None:
-        """Wait until the engine's thread waits for the device, or has nothing to do.
+        """Wait until the engine's thread waits for the device, or has nothing to do. It keeps the gate open until its
+        next step: what it makes of a step's tokens is less than a request.
 
         Two threads that both want python take it from each other at every operation of torch, and a step that takes the
         thread a millisecond takes thirty while requests are read.
@@ -155,7 +156,8 @@ class Worker:
     async def drain(self, limit_s: float) -> int:
         """Wait until all have ended, cancel what has not after the limit; returns how many those were."""
         try:
-            await asyncio.wait_for(self._is_idle.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await self._is_idle.wait()
         except TimeoutError:
             late = list(self._open)
             for handle in late:

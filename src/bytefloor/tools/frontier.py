@@ -103,11 +103,11 @@ class _Frontier:
         except (RequestError, UnsupportedError) as error:
             return replace(blank, reason=str(error))
         out = path_of(self._options.keep or self._folder, recipe.name, job.is_gguf)
+        written = replace(blank, substitutes=substitutes_of(job.plan))
         try:
             losses = self._write(job, out, recipe)
             written = replace(
-                blank,
-                substitutes=substitutes_of(job.plan),
+                written,
                 weight_error=total_error(job.plan, losses),
                 quantise_s=round(time.perf_counter() - start, 3),
             )
@@ -115,8 +115,8 @@ class _Frontier:
             scored = measure(str(out), self._text, self._perplexity(is_base=False))
             free_memory(self._device)
             return self._timed(written, MEASURED, out, scored, time.perf_counter() - start)
-        except BytefloorError as error:
-            return replace(blank, state=FAILED, reason=str(error), substitutes=substitutes_of(job.plan))
+        except (BytefloorError, OSError) as error:
+            return replace(written, state=FAILED, reason=str(error))
         finally:
             if self._options.keep is None:
                 out.unlink(missing_ok=True) if job.is_gguf else shutil.rmtree(out, ignore_errors=True)
@@ -150,7 +150,7 @@ class _Frontier:
         rates: list[Row] = []
         try:
             rates += bench(str(path), asked, self._limit)
-        except BytefloorError as error:
+        except (BytefloorError, OSError) as error:
             state, reason = FAILED, str(error)
         checkpoint = open_checkpoint(path)
         counts = count_formats(checkpoint)

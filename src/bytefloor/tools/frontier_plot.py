@@ -143,7 +143,7 @@ def _axes(plane: Plane, scales: Scales) -> Iterator[str]:
     for tick in log_ticks(*scales.kl):
         y = scales.down(tick)
         yield f'<path class="grid" d="M{FRAME.left} {y:.1f}H{FRAME.right}"/>'
-        yield _text(FRAME.left - 8, y + 4, f"{tick:.10f}".rstrip("0"), "faint", "end")
+        yield _text(FRAME.left - 8, y + 4, f"{tick:.10f}".rstrip("0").rstrip("."), "faint", "end")
     yield f'<path class="edge" d="M{FRAME.left} {FRAME.top}V{FRAME.bottom}H{FRAME.right}"/>'
     across = (
         "tokens a second, best tokens from an empty cache (more is better)"
