@@ -117,6 +117,12 @@ def assert_refused(result: Result, message: str) -> None:
         ("run -p hi -c inf", "expected a number such as"),
         ("run -p hi -c nan", "expected a number such as"),
         ("pull", "Missing argument"),
+        ("run hello", "a prompt goes behind -p, a model behind -m; see bytefloor run"),
+        ("perplexity text.txt", "a text's file goes behind -f, a model behind -m; see bytefloor perplexity"),
+        ("bench model.gguf", "a model goes behind -m; see bytefloor bench"),
+        ("nothing", "No such command 'nothing'; see bytefloor"),
+        ("bench -d , -p ,", "nothing to measure: -d and -p are both empty"),
+        ("profile -d , -p ,", "nothing to profile: -d and -p are both empty"),
         ("pull nonsense", "expected org/repo"),
         ("run -p hi -n 0", "-n 0: expected at least 1, or -1"),
         ("serve --port 99999", "Input should be less than or equal to 65535"),
@@ -326,6 +332,7 @@ def test_inspect_says_the_same_in_both_forms(model: str) -> None:
     body = json.loads(bytefloor("inspect", model, "--json", "-c", "100").stdout)
     table = bytefloor("inspect", "-m", model, "-c", "100", "--tensors").stdout
     assert f"{body['token_bytes']:,} bytes" in table
+    assert f"{body['reference_bytes'] / 1e9:.2f} GB (weights and cache as float32)" in table
     assert f"{body['floor_tok_s']:,.1f} tok/s" in table
     assert all(tensor["name"] in table for tensor in body["tensors"])
     assert "cache bf16)" in table
@@ -419,7 +426,7 @@ def first_token_s() -> float:
     wall_s = time.perf_counter() - begin
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.stderr is not None
-    assert "answer 1 tokens" in process.stderr.read().decode()
+    assert "answer 1 token;" in process.stderr.read().decode()
     process.stderr.close()
     assert process.returncode == 0
     return min(wall_s, usage.ru_utime + usage.ru_stime)

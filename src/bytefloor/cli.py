@@ -52,8 +52,20 @@ def _complaint(error: Exception) -> str | None:
         # A wrong flag or argument. The class is click's, of which typer may carry its own copy.
         context = getattr(error, "ctx", None)
         verb = context.command_path if context is not None else "bytefloor"
-        return f"{error.format_message().rstrip('.')}{_found(error.__cause__)}; see {verb} --help"
+        words = error.format_message().rstrip(".")
+        return f"{words}{_found(error.__cause__)}{_place_of(words, verb)}; see {verb} --help"
     return None
+
+
+def _place_of(words: str, verb: str) -> str:
+    """Where a bare word belongs, which other tools take without an option."""
+    if not words.startswith(("Got unexpected extra argument", "No such command")) or verb == "bytefloor":
+        return ""
+    if verb.endswith("run"):
+        return ": a prompt goes behind -p, a model behind -m"
+    if verb.endswith(("perplexity", "frontier")):
+        return ": a text's file goes behind -f, a model behind -m"
+    return ": a model goes behind -m"
 
 
 def _found(cause: BaseException | None) -> str:
@@ -75,7 +87,7 @@ app = typer.Typer(
 
 TokensOption = Annotated[int, typer.Option("-n", "--tokens", help="Most tokens of an answer; -1: until it ends.")]
 SeedOption = Annotated[int | None, typer.Option("-s", "--seed", help="Makes sampling repeatable; 0 is a seed.")]
-TemperatureOption = Annotated[float, typer.Option("-t", "--temp", help="0 takes the best token always.")]
+TemperatureOption = Annotated[float, typer.Option("--temp", help="0 takes the best token always.")]
 TopKOption = Annotated[int, typer.Option("--top-k", help="Keep the k best; 0: all.")]
 TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the best until their sum reaches p; 1: all.")]
 MinPOption = Annotated[float, typer.Option("--min-p", help="Keep what has this share of the best's probability.")]
@@ -255,6 +267,7 @@ def inspect(
 ) -> None:
     """Show what is in a model file and what a token costs."""
     with interrupt.at_once():
+        from bytefloor.engine.synthetic import is_synthetic, make_checkpoint
         from bytefloor.files.checkpoint import open_checkpoint
         from bytefloor.tools.inspect import inspect as make_report
         from bytefloor.tools.inspect_view import print_json, print_report
@@ -264,7 +277,10 @@ def inspect(
         raise RequestError(f"--gb-s {gb_s}: expected a bandwidth above 0")
     if model is not None and model_option is not None:
         raise RequestError(f"both {model} and -m {model_option} were given; one of them is enough")
-    report = make_report(open_checkpoint(find_model(model if model is not None else model_option)), context, kv)
+    name = model if model is not None else model_option
+    is_drawn = name is not None and is_synthetic(name)
+    checkpoint = make_checkpoint(str(name), "cpu") if is_drawn else open_checkpoint(find_model(name))
+    report = make_report(checkpoint, context, kv)
     if json_output:
         print_json(report, gb_s)
     else:

@@ -105,7 +105,7 @@ def serve(
         typer.Option("--rate", help="By commas: instead, requests that arrive so many a second, whatever runs."),
     ] = "",
     cold: Annotated[bool, typer.Option("--cold", help="Each request on a new connection.")] = False,
-    temp: Annotated[float, typer.Option("-t", "--temp", help="0 takes the best token always.")] = 0.0,
+    temp: Annotated[float, typer.Option("--temp", help="0 takes the best token always.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Of prompts, arrivals and sampling.")] = 0,
     context: ContextOption = None,
     kv: KvOption = None,

@@ -39,7 +39,11 @@ ModelOption = Annotated[
 ContextOption = Annotated[
     Any,
     typer.Option(
-        "-c", "--context", parser=parse_size, metavar="N", help="Positions of prompt and answer together (32k)."
+        "-c",
+        "--context",
+        parser=parse_size,
+        metavar="N",
+        help="Positions of prompt and answer together, like 32k (8k, or what the model was made for).",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]

@@ -52,5 +52,7 @@ def perplexity(
     options = PerplexityOptions(context, stride, chunks, chat, by, base, save_base, kv, kv_budget, device)
     with RunningEstimate() as show:
         row = measure(model, text, options, show)
+    if save_base is not None:
+        typer.echo(f"written: {save_base}, {save_base.stat().st_size:,} bytes", err=True)
     writer.add(row)
     typer.echo(json.dumps(asdict(row), indent=1) if json_output else "\n".join(lines_of(row)))

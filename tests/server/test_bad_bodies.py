@@ -64,6 +64,8 @@ def patient(opened: Opened) -> Iterator[Live]:
         ("thinking_budget", 8, "no thinking to turn on"),
         ("modalities", ["audio"], "modalities = ['audio']: expected ['text']"),
         ("frob", 1, "frob: no such field here"),
+        ("repeat_penalty", 1.1, "repeat_penalty: no such field here; it is repetition_penalty"),
+        ("n_predict", 9, "n_predict: no such field here; it is max_tokens"),
         ("mirostat_tau", 5, None),
     ],
 )

@@ -185,7 +185,8 @@ def test_answers_match_the_regex(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "source", "message"),
     [
-        ("regex", "(", "regex: .*unclosed"),
+        ("regex", "(", r"^regex: '\(': unclosed group$"),
+        ("regex", "[a-", r"^regex: '\[a-': unclosed character class$"),
         ("regex", "(?=a)", "regex: .*look-around"),
         ("regex", "", "regex: .*not empty"),
         ("lark", None, "lark: found NoneType"),

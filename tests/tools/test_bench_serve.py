@@ -335,7 +335,7 @@ def test_a_model_is_measured_with_http_and_without(directory: Path, tmp_path: Pa
     """The whole command: an engine here, a server and a client in processes of their own."""
     words = ["bench", "serve", "-m", str(directory), "-s", "2", "-p", "12", "-n", "8", "-r", "3", "--device", "cpu"]
     saved = tmp_path / "rows.json"
-    result = CliRunner().invoke(app, [*words, "-t", "0.7", "-o", "csv", "--save", str(saved)])
+    result = CliRunner().invoke(app, [*words, "--temp", "0.7", "-o", "csv", "--save", str(saved)])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(saved.read_text())
     assert (row["verb"], row["streams"], row["requests"], row["errors"]) == ("serve", 2, 6, {})

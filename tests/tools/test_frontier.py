@@ -17,7 +17,7 @@ from bytefloor.cli import app
 from bytefloor.engine import loading
 from bytefloor.engine.device import DeviceExecutor
 from bytefloor.engine.stream_limit import StreamLimit
-from bytefloor.errors import FileError, NumericalError
+from bytefloor.errors import FileError, NumericalError, RequestError
 from bytefloor.files.checkpoint import open_checkpoint
 from bytefloor.quantize.recipes import choose_recipes
 from bytefloor.tools import bench as bench_module
@@ -128,22 +128,23 @@ def test_what_is_kept_is_what_quantize_writes(tiny: TinyModel, tmp_path: Path) -
         next(frontier(str(tiny.directory), TEXT, options("all-4bit", "Q8_0", keep=tmp_path / "out")))
 
 
+def test_a_slip_in_a_recipe_is_told_before_the_source_is_scored(tiny: TinyModel) -> None:
+    with pytest.raises(RequestError, match=r"recipe typo: --match \*.nothing: fits no matrix"):
+        next(frontier(str(tiny.directory), TEXT, options("Q8_0", "typo=Q8_0 *.nothing=Q4_0")))
+
+
 def test_recipes_that_do_not_fit_are_rows_with_their_reason(narrow: TinyModel) -> None:
     rows = {
-        row.recipe: row
-        for row in frontier(
-            str(narrow.directory), TEXT, options("FP4", "typo=Q8_0 *.nothing=Q4_0", "Q4_K_M", "kept=Q8_0 *=keep")
-        )
+        row.recipe: row for row in frontier(str(narrow.directory), TEXT, options("FP4", "Q4_K_M", "kept=Q8_0 *=keep"))
     }
-    assert list(rows) == ["source", "FP4", "typo", "Q4_K_M", "kept"]
-    for name, words in (("FP4", "288 columns are no multiple of 128"), ("typo", "--match *.nothing: fits no matrix")):
-        row = rows[name]
-        assert (row.state, row.perplexity, row.divergence, row.speeds, row.bits_per_weight) == (
-            "refused", None, None, (), None
-        )  # fmt: skip
-        assert row.reason is not None
-        assert words in row.reason
-        assert row.cells() == (name, *[""] * 8, f"refused: {row.reason}")
+    assert list(rows) == ["source", "FP4", "Q4_K_M", "kept"]
+    row = rows["FP4"]
+    assert (row.state, row.perplexity, row.divergence, row.speeds, row.bits_per_weight) == (
+        "refused", None, None, (), None
+    )  # fmt: skip
+    assert row.reason is not None
+    assert "288 columns are no multiple of 128" in row.reason
+    assert row.cells() == ("FP4", *[""] * 8, f"refused: {row.reason}")
     assert rows["Q4_K_M"].state == "measured"
     assert "288 columns are no multiple of 256" in rows["Q4_K_M"].cells()[-1]
     kept = rows["kept"].divergence

@@ -106,18 +106,20 @@ def test_a_recipe_is_words_behind_a_name() -> None:
     assert mine == Recipe("mine", "affine-8b *.up_proj.*=affine-4b-g32 lm_head.*=keep")
     assert [rule.format_name for rule in mine.target().rules] == ["affine-4b-g32", "keep"]
     assert choose_recipes(()) == BUILT_IN
+    assert choose_recipes(("q4_k_m", "fp4")) == choose_recipes(("Q4_K_M", "FP4"))
     assert [recipe.name for recipe in choose_recipes(("FP4", "a=Q8_0", "Q8_0"))] == ["FP4", "a", "Q8_0"]
 
 
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (("q4_k_m",), r"--recipe q4_k_m: expected NAME='FORMAT PATTERN=FORMAT \.\.\.' or one of Q8_0, all-8bit"),
+        (("q4_k_x",), r"--recipe q4_k_x: expected NAME='FORMAT PATTERN=FORMAT \.\.\.' or one of Q8_0, all-8bit"),
         (("",), "--recipe : expected NAME="),
         (("a b=Q8_0",), "--recipe a b=Q8_0: expected a name of letters"),
         (("../x=Q8_0",), "expected a name of letters"),
         (("=Q8_0",), "expected a name of letters"),
         (("Q8_0=Q4_0",), "the name Q8_0 is taken"),
+        (("q8_0=Q4_0",), "the name q8_0 is taken"),
         (("source=Q4_0",), "the name source is taken"),
         (("mine=",), "--recipe mine=: expected a format after the '='"),
         (("mine=Q4_X",), "recipe mine: format Q4_X cannot be written; known: Q4_0"),

@@ -34,6 +34,8 @@ def test_one_row_of_an_embedding_is_read_and_all_else(tmp_path: Path) -> None:
     assert report.weight_bytes == stored_bytes(tiny)
     assert report.per_layer_bytes == 0
     assert report.cache_bytes == cache
+    # The embedding's rows are gathered from the file.
+    assert report.reference_bytes == stored_bytes(tiny) - 283 * 128 * F32 + cache * F32 // BF16
     assert report.token_bytes == stored_bytes(tiny) - (283 - 1) * 128 * F32 + cache
 
 

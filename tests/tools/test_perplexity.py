@@ -301,16 +301,16 @@ def test_bases_that_were_asked_something_else_are_refused(
         with pytest.raises(RequestError, match=words):
             measure(model, text, replace(options, **({"base": str(base)} | more)))
 
-    refused("digest .the text, or the tokens made of it. was", TEXT.replace("fox", "cat"))
-    refused("context was 64 when it was saved, and is 32 now", context=32)
+    refused("digest of the text, or of the tokens made of it, was", TEXT.replace("fox", "cat"))
+    refused("-c was 64 when it was saved, and is 32 now", context=32)
     refused("protocol was chunks when it was saved, and is stride now", stride=8)
-    refused("n_rows was 62 when it was saved, and is 93 now", n_windows=3)
+    refused("--chunks. was 62 when it was saved, and is 93 now", n_windows=3)
     plain = str(without_bos(tiny, tmp_path / "plain"))
     refused("digest", model=plain)
     refused("plain: its tokenizer or template makes other tokens of this text", base=plain)
     monkeypatch.setattr(Source, "n_vocabulary", property(lambda self: 300 if self.name == "plain" else 283))
     refused("plain: a vocabulary of 300 rows, that of gemma3 has 283", base=plain)
-    refused("n_vocabulary was 283 when it was saved, and is 300 now", model=plain)
+    refused("vocabulary's size was 283 when it was saved, and is 300 now", model=plain)
     refused("both --base and --save-base", save_base=base)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -48,6 +49,15 @@ def test_a_plan_needs_no_name_and_a_file_does(run, source, tmp_path):
     assert "expected a name that ends in .gguf" in err
 
 
+def test_a_source_that_has_lost_something_and_a_file_that_is_no_smaller_are_told(run, source, tmp_path):
+    assert "note: " not in run("-m", source, "-f", "q8_0", tmp_path / "q8.gguf")[1]
+    _, out, _ = run("-m", tmp_path / "q8.gguf", "-f", "affine-8b", "--target-group-size", "32", "--dry-run")
+    assert "note: the source is quantised itself (Q8_0): losses are against it, not the original" in out
+    assert "note: what is written is no smaller: " in out
+    _, out, _ = run("-m", tmp_path / "q8.gguf", "-f", "Q4_0", "--dry-run")
+    assert "no smaller" not in out
+
+
 def test_written_file_is_reported_with_its_losses(run, source, tmp_path):
     status, out, _ = run("-m", source, "-f", "Q8_0", "--match", "*attn_v*=Q6_K", tmp_path / "out.gguf")
     assert status == 0
@@ -75,6 +85,9 @@ def test_substitutions_are_printed_and_can_be_forbidden(run, tmp_path):
     status, out, _ = run("-m", narrow, "-f", "Q4_K_M", "--dry-run", tmp_path / "out.gguf")
     assert status == 0
     assert "substituted: blk.0.attn_q.weight: Q5_0 for Q4_K: 128 columns are no multiple of 256" in out
+    _, out, _ = run("-m", narrow, "-f", "Q4_K_M", tmp_path / "written.gguf")
+    assert "substituted: blk" not in out
+    assert re.search(r"substituted: Q5_0 for Q4_K in \d+ of \d+ tensors, .*: 128 columns are no multiple of 256", out)
     status, _, err = run("-m", narrow, "-f", "Q4_K_M", "--no-fallback", tmp_path / "out.gguf")
     assert status == 2
     assert "128 columns are no multiple of 256, as Q4_K needs" in err
@@ -95,6 +108,7 @@ def test_calibration_text_changes_the_file(run, source, tmp_path):
     ("arguments", "words"),
     [
         (("-f", "Q4_K_X", "out.gguf"), "format Q4_K_X cannot be written"),
+        (("-f", "q4_k_m", "--match", "*=AFFINE-4B", "out.gguf"), "a file of Q4_K_M cannot hold it"),
         (("-f", "Q4_K_M", "out"), "expected a name that ends in .gguf"),
         (("-f", "Q4_K_M", "--match", "nothing=Q8_0", "out.gguf"), "--match nothing: fits no matrix"),
         (("-f", "Q4_K_M", "--device", "tpu", "out.gguf"), "--device tpu: expected auto, cpu or cuda"),

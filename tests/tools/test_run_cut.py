@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_answer_says_what_was_kept(model: str) -> None:
-    asked = ("run", "-m", model, "-p", TEXT, "-n", "3", "-t", "0", "--kv-budget", "40", "--device", "cpu")
+    asked = ("run", "-m", model, "-p", TEXT, "-n", "3", "--temp", "0", "--kv-budget", "40", "--device", "cpu")
     result = bytefloor(*asked)
     assert result.exit_code == 0, result.output
     assert "a prompt has 40 of them once it is read" in result.stderr

@@ -73,14 +73,14 @@ class Finish:
     n_dropped: int = 0
 
     @property
-    def prompt_tok_s(self) -> float:
-        """Prompt tokens computed a second; cached ones do not count."""
-        return (self.n_prompt - self.n_cached) / self.prompt_s if self.prompt_s > 0 else 0.0
+    def prompt_tok_s(self) -> float | None:
+        """Prompt tokens computed a second; cached ones do not count. None where none was."""
+        return (self.n_prompt - self.n_cached) / self.prompt_s if self.prompt_s > 0 else None
 
     @property
-    def decode_tok_s(self) -> float:
-        """Tokens a second after the first, which the prompt's last step gives."""
-        return (self.n_generated - 1) / self.decode_s if self.decode_s > 0 and self.n_generated > 1 else 0.0
+    def decode_tok_s(self) -> float | None:
+        """Tokens a second after the first, which the prompt's last step gives. None where there is no other."""
+        return (self.n_generated - 1) / self.decode_s if self.decode_s > 0 and self.n_generated > 1 else None
 
 
 @dataclass(frozen=True)

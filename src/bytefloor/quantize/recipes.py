@@ -58,15 +58,16 @@ BUILT_IN = tuple(
 def parse_recipe(text: str) -> Recipe:
     """The name of a built-in one, or ``NAME=FORMAT PATTERN=FORMAT ...``. RequestError names what is wrong with it."""
     known = {recipe.name: recipe for recipe in BUILT_IN}
+    in_any_case = {name.lower(): recipe for name, recipe in known.items()}
     name, equals, words = (part.strip() for part in text.partition("="))
     if not equals:
-        if name not in known:
+        if name.lower() not in in_any_case:
             built_in = ", ".join(known)
             raise RequestError(f"--recipe {text}: expected NAME='FORMAT PATTERN=FORMAT ...' or one of {built_in}")
-        return known[name]
+        return in_any_case[name.lower()]
     if not _NAME.fullmatch(name):
         raise RequestError(f"--recipe {text}: expected a name of letters, digits, '.', '_' and '-' before the '='")
-    if name in known or name == SOURCE:
+    if name.lower() in in_any_case or name == SOURCE:
         raise RequestError(f"--recipe {text}: the name {name} is taken by a built-in recipe or the source")
     if not words:
         raise RequestError(f"--recipe {text}: expected a format after the '='")

@@ -47,6 +47,7 @@ class Target:
 def make_target(name: str, matches: list[str], group: int | None, has_substitutes: bool = True) -> Target:
     """From the words of the command line. RequestError names what is not understood."""
     base = Target("gguf", "", None, (), has_substitutes)
+    name = _in_our_case(name)
     if name in MIXTURES:
         target = replace(base, format_name=MIXTURES[name].format_name, mixture=name)
     else:
@@ -66,8 +67,15 @@ def make_target(name: str, matches: list[str], group: int | None, has_substitute
     return replace(target, rules=rules)
 
 
+def _in_our_case(name: str) -> str:
+    """As it is written here; q4_k_m is Q4_K_M."""
+    ours = {known.lower(): known for known in (*FORMATS, *GGUF_TYPES, *AFFINE, *PLAIN, *SHORT, *MIXTURES, KEEP)}
+    return ours.get(name.lower(), name)
+
+
 def resolve(name: str, group: int | None) -> str:
     """The full name of a format; an affine one without its group gets that of --target-group-size, or 64."""
+    name = _in_our_case(name)
     if name in AFFINE:
         name = f"{name}-g{DEFAULT_GROUP if group is None else group}"
     name = SHORT.get(name, name)

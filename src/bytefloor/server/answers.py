@@ -275,10 +275,10 @@ def timings(finishes: Sequence[Finish], queue_s: float) -> Json:
         "cache_n": sum(each.n_cached for each in finishes),
         "prompt_n": n_read,
         "prompt_ms": round(1e3 * prompt_s, 3),
-        "prompt_per_second": round(n_read / prompt_s, 2) if prompt_s > 0 else 0.0,
+        "prompt_per_second": round(n_read / prompt_s, 2) if prompt_s > 0 else None,
         "predicted_n": n_generated,
         "predicted_ms": round(1e3 * decode_s, 3),
-        "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 else 0.0,
+        "predicted_per_second": round(n_later / decode_s, 2) if decode_s > 0 and n_later else None,
         "seed": finishes[0].seed,
         **({"draft_n": n_draft, "draft_n_accepted": n_accepted} if n_draft else {}),
     }

@@ -21,6 +21,14 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
     """Null means the same as leaving a field out."""
 
 
+OTHERS = {
+    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window", "n_predict": "max_tokens",
+    "num_predict": "max_tokens", "n_probs": "top_logprobs", "xtc_threshold_probability": "xtc_threshold",
+    "typ_p": "typical_p", "dry_penalty_last_n": "dry_window",
+}  # fmt: skip
+"""What other servers call them."""
+
+
 class SamplingFields(Body):
     """Names of `engine/sampling_params.py`, and the two that OpenAI and others spell differently."""
 
@@ -223,5 +231,6 @@ def _about_field(error: msgspec.ValidationError, at: str = "") -> Refusal:
         return Refusal(400, f"{path or 'the body'}: {words}", path or None, "invalid_type")
     param = f"{path}.{named[2]}" if path else named[2]
     if named[1] == "unknown":
-        return bad_field(param, f"{param}: no such field here", "unknown_field")
+        ours = OTHERS.get(named[2])
+        return bad_field(param, f"{param}: no such field here{f'; it is {ours}' if ours else ''}", "unknown_field")
     return bad_field(param, f"{param}: the field is missing", "missing_field")

@@ -28,6 +28,7 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "gbnf"]
 _WHITE_SPACE = r"[ \t\n\r]{1,32}"
 _JSON_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITE_SPACE}
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[])")
+_REGEX_ERROR = re.compile(r"regex parse error: .*? error: (.+?)(?: \d+ \||$)")
 _SETTINGS = re.compile(r"^%llguidance\s*(?={)", re.MULTILINE)
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 
@@ -102,11 +103,17 @@ def compile_grammar(
         lark = _checked_lark(to_lark(str(source)) if kind == "gbnf" else str(source))
     definition = LLMatcher.grammar_from_lark(_unforced(lark))
     if reason := _complaint(definition, tokenizer):
-        raise RequestError(f"{kind}: {reason}")
+        raise RequestError(f"{kind}: {_of_regex(str(source), reason) if kind == 'regex' else reason}")
     matcher = LLMatcher(tokenizer.guide.words, definition, log_level=0)
     if matcher.is_error():
         raise RequestError(f"{kind}: {_one_line(matcher.get_error())}")
     return Grammar(kind, definition, tokenizer, matcher)
+
+
+def _of_regex(source: str, reason: str) -> str:
+    """What is wrong with a regex, without the grammar that was made around it."""
+    found = _REGEX_ERROR.search(reason)
+    return reason if found is None else f"{source!r}: {found[1]}"
 
 
 def _with_options(schema: Any) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def _choose_lengths(model: Model, options: BenchOptions) -> tuple[list[int], lis
     most = min(options.capacity or model.config.context_length, model.config.context_length)
     depths = _those_that_fit(options.depths, most - margin)
     prompts = _those_that_fit(options.n_prompt, most if most >= margin else 0)
+    if not (options.depths and options.batches) and not options.n_prompt:
+        raise RequestError("nothing to measure: -d and -p are both empty")
     if not (depths and options.batches) and not prompts:
         raise RequestError(f"nothing to measure: {margin} positions beside a depth, {most} in all")
     return depths, prompts, options.capacity or max((margin, *(depth + margin for depth in depths), *prompts))

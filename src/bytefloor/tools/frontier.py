@@ -24,7 +24,7 @@ from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import load_model
 from bytefloor.quantize.job import Job, carry_out, prepare
-from bytefloor.quantize.recipes import SOURCE, Recipe, check_is_itself, substitutes_of
+from bytefloor.quantize.recipes import BUILT_IN, SOURCE, Recipe, check_is_itself, substitutes_of
 from bytefloor.quantize.write import Loss
 from bytefloor.tools.bench import BenchOptions, bench
 from bytefloor.tools.bench_rows import Row, free_memory, measure_limit, origin
@@ -64,12 +64,26 @@ def frontier(name: str | None, text: str, options: FrontierOptions) -> Iterator[
     for place in places.values():
         if options.keep is not None and place.exists():
             raise FileError(f"--keep-files: {place}: there is something already; it is not overwritten")
+    for recipe in options.recipes:
+        if recipe not in BUILT_IN:
+            _refuse_slips(path, recipe)
     with tempfile.TemporaryDirectory(prefix="bytefloor-frontier-") as folder:
         found = _Frontier(path, text, options, device, Path(folder))
         yield found.source()
         for recipe in options.recipes:
             free_memory(device)
             yield found.recipe(recipe)
+
+
+def _refuse_slips(path: Path, recipe: Recipe) -> None:
+    """RequestError for a pattern that fits nothing, say, before the source is scored. What a container cannot hold is a
+    row's reason."""
+    try:
+        prepare(path, recipe.target())
+    except UnsupportedError:
+        pass
+    except RequestError as error:
+        raise RequestError(f"recipe {recipe.name}: {error}") from None
 
 
 def path_of(folder: Path | None, name: str, is_gguf: bool) -> Path:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bytefloor.engine.loading import DEVICE_ROUNDING, check_kv, choose_context
+from bytefloor.engine.scratch import n_values
 from bytefloor.errors import BytefloorError
 from bytefloor.files.stored import Checkpoint, FormatCount, StoredTensor, count_formats
 from bytefloor.model.config import Rounding
 from bytefloor.model.decoder import build_step
 from bytefloor.model.families import Model, describe_layers, load_model
+from bytefloor.model.step import Step
 
 LONG_VALUE = 60
 
@@ -21,7 +23,8 @@ class Report:
     """Everything ``inspect`` says. token_bytes is None for a model that this version cannot run: ``refusal`` says why.
 
     token_bytes: weights and live cache that one token of batch-1 decoding must read at the context length. kv: what the
-    cache keeps. per_layer_bytes: of the weights, a table of per-layer embeddings.
+    cache keeps. per_layer_bytes: of the weights, a table of per-layer embeddings. reference_bytes: of weights and cache
+    where there are no kernels: both float32, tables that are only gathered from left in the file.
     """
 
     path: str
@@ -38,6 +41,7 @@ class Report:
     token_bytes: int | None
     kv: str
     per_layer_bytes: int = 0
+    reference_bytes: int = 0
 
     @property
     def n_weights(self) -> int:
@@ -67,6 +71,7 @@ class Report:
             "cache_bytes": self.cache_bytes,
             "token_bytes": self.token_bytes,
             "per_layer_bytes": self.per_layer_bytes,
+            "reference_bytes": self.reference_bytes,
             "gb_s": gb_s,
             "floor_tok_s": self.floor_tok_s(gb_s),
             "notices": list(self.notices),
@@ -105,6 +110,7 @@ def inspect(checkpoint: Checkpoint, context: int | None, kv: str | None = None) 
         token_bytes=token_bytes,
         kv=kv,
         per_layer_bytes=_per_layer_bytes(model),
+        reference_bytes=_reference_bytes(model, length) if model is not None else 0,
     )
 
 
@@ -112,10 +118,17 @@ def _costs(model: Model, context: int, kv: str) -> tuple[int, int, int]:
     """Stored weights, a cache of ``context`` positions, and what one token reads of both."""
     step = build_step(model.config, model.weights, Rounding(cache=kv))
     stored = {weight.name: weight.n_bytes for call in step.calls for weight in call.weights}
-    cache_bytes = sum(
-        kind.position_bytes * step.n_cache_layers[kind.name] * kind.n_kept(context) for kind in step.kinds
-    )
-    return sum(stored.values()), cache_bytes, sum(step.token_bytes(context - 1))
+    return sum(stored.values()), _cache_bytes(step, context), sum(step.token_bytes(context - 1))
+
+
+def _cache_bytes(step: Step, context: int) -> int:
+    return sum(kind.position_bytes * step.n_cache_layers[kind.name] * kind.n_kept(context) for kind in step.kinds)
+
+
+def _reference_bytes(model: Model, context: int) -> int:
+    step = build_step(model.config, model.weights, Rounding(cache="float32"))
+    dense = {id(weight): weight for call in step.calls if call.op.name != "embed" for weight in call.weights}
+    return 4 * sum(map(n_values, dense.values())) + _cache_bytes(step, context)
 
 
 def _per_layer_bytes(model: Model | None) -> int:

@@ -82,6 +82,7 @@ def _print_floor(console: Console, report: Report, gb_s: float) -> None:
             f"{needed / gb:.2f} GB ({report.weight_bytes / gb:.2f} weights as stored, "
             f"{report.cache_bytes / gb:.2f} cache {report.kv})",
         ),
+        ("without kernels", f"{report.reference_bytes / gb:.2f} GB (weights and cache as float32)"),
     ]
     if report.per_layer_bytes:
         where = "in pinned host memory where the device has no room for them"

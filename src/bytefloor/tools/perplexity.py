@@ -51,6 +51,16 @@ class PerplexityOptions:
     device: str = "auto"
 
 
+SAVED = {
+    "n_vocabulary": "the vocabulary's size",
+    "context": "-c",
+    "stride": "--stride",
+    "n_rows": "the number of predictions (the text, --chunks)",
+    "digest": "the digest of the text, or of the tokens made of it,",
+}
+"""What a saved base has to be alike in."""
+
+
 @dataclass(frozen=True)
 class PerplexityRow(Measured):
     """protocol: chunks, stride or chat. context: positions of a window, of conversations of the longest. bos: whether
@@ -200,8 +210,8 @@ def _open_base(
         for what in ("n_vocabulary", "protocol", "context", "stride", "n_rows", "digest"):
             was, now = getattr(saved.header, what), getattr(expected, what)
             if was != now:
-                text_too = " (the text, or the tokens made of it)" if what == "digest" else ""
-                raise RequestError(f"--base {path}: {what}{text_too} was {was} when it was saved, and is {now} now")
+                name = SAVED.get(what, what)
+                raise RequestError(f"--base {path}: {name} was {was} when it was saved, and is {now} now")
         return saved
     base = open_source(options.base)
     if base.n_vocabulary != source.n_vocabulary:

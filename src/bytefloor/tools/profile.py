@@ -47,6 +47,8 @@ def profile(name: str | None, options: ProfileOptions) -> Profile:
     # A card's tokens are timed from one to the next.
     depths = _those_that_fit(options.depths, most - (2 if is_card else 1))
     chunks = _those_that_fit(options.chunks, most)
+    if not options.depths and not options.chunks:
+        raise RequestError("nothing to profile: -d and -p are both empty")
     if not depths and not chunks:
         raise RequestError(f"nothing to profile: {most} positions are all this model was made for")
     limit, peak = measure_limit(device), measure_peak(device)

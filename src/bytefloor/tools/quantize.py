@@ -19,7 +19,8 @@ from bytefloor.errors import RequestError
 from bytefloor.quantize.calibrate import importances
 from bytefloor.quantize.job import Job, carry_out, prepare, refuse_taken
 from bytefloor.quantize.plan import Plan, Planned
-from bytefloor.quantize.target import make_target
+from bytefloor.quantize.recipes import substitutes_of
+from bytefloor.quantize.target import PLAIN, make_target
 from bytefloor.quantize.write import Loss
 from bytefloor.tools.models import find_model
 
@@ -151,6 +152,8 @@ def total_error(plan: Plan, losses: list[Loss]) -> float | None:
 def _print_plan(console: Console, job: Job, options: QuantizeOptions) -> None:
     for notice in job.model.checkpoint.notices:
         console.print(f"note: {escape(notice)}")
+    for note in _notes_of(job):
+        console.print(f"note: {escape(note)}")
     table = _table("plan", ("name", "shape", "from", "to", "bytes"))
     for planned in job.plan.tensors:
         if planned.tensor.is_matrix and (options.is_dry or planned.why):
@@ -165,8 +168,29 @@ def _print_plan(console: Console, job: Job, options: QuantizeOptions) -> None:
     if table.row_count and options.is_dry:
         console.print(table)
     _print_formats(console, job.plan)
-    for planned in job.plan.substitutions:
-        console.print(f"substituted: {escape(planned.name)}: {planned.format_name} for {planned.wanted}: {planned.why}")
+    if options.is_dry:
+        for planned in job.plan.substitutions:
+            words = f"{planned.format_name} for {planned.wanted}: {planned.why}"
+            console.print(f"substituted: {escape(planned.name)}: {words}")
+    else:
+        for line in substitutes_of(job.plan):
+            console.print(f"substituted: {escape(line)}")
+
+
+def _notes_of(job: Job) -> list[str]:
+    """What a plan does not show: that a source has lost something already, and that nothing becomes smaller."""
+    tensors = [planned.tensor for planned in job.plan.tensors]
+    formats = dict.fromkeys(tensor.stored.format_name for tensor in tensors if tensor.is_matrix)
+    coded = [name for name in formats if name not in PLAIN]
+    notes = []
+    if coded:
+        notes.append(f"the source is quantised itself ({', '.join(coded)}): losses are against it, not the original")
+    n_source = sum(stored.n_bytes for stored in {tensor.stored.name: tensor.stored for tensor in tensors}.values())
+    if job.plan.n_bytes >= n_source:
+        notes.append(
+            f"what is written is no smaller: {job.plan.n_bytes:,} bytes of tensors, the source has {n_source:,}"
+        )
+    return notes
 
 
 def _print_formats(console: Console, plan: Plan) -> None:

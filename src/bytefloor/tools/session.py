@@ -133,10 +133,19 @@ def summary(finish: Finish, opened: Opened) -> str:
     kept = f", cut to {finish.n_prompt - finish.n_dropped}" if finish.n_dropped else ""
     drafts = f", {finish.n_draft_accepted} of {finish.n_draft} drafts right" if finish.n_draft else ""
     return (
-        f"[{finish.detail}] prompt {finish.n_prompt} tokens{cached}{kept}: {finish.prompt_tok_s:.1f} tok/s; "
-        f"answer {finish.n_generated} tokens: {finish.decode_tok_s:.1f} tok/s{drafts}; "
+        f"[{finish.detail}] prompt {counted(finish.n_prompt)}{cached}{kept}{_at(finish.prompt_tok_s)}; "
+        f"answer {counted(finish.n_generated)}{_at(finish.decode_tok_s)}{drafts}; "
         f"context {opened.engine.capacity}, cache {opened.kv}; {opened.device}; seed {finish.seed}"
     )
+
+
+def counted(n: int) -> str:
+    """Tokens."""
+    return f"{n} token{'' if n == 1 else 's'}"
+
+
+def _at(tok_s: float | None) -> str:
+    return "" if tok_s is None else f": {tok_s:.1f} tok/s"
 
 
 def as_text(read: bytes, source: str) -> str:
