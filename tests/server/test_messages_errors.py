@@ -79,6 +79,7 @@ def turns(*blocks: Any, role: str = "user") -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens = 0: expected an integer from 1"),
         ({"messages": []}, "there are no messages"),
         ({"frob": 1}, "frob: no such field here"),
+        ({"n_predict": 1}, "n_predict: no such field here; it is max_tokens"),
         ({"container": "x"}, "container: no such field here"),
         ({"temperature": -1}, "temperature = -1.0: expected a number from 0"),
         ({"top_k": -1}, "top_k = -1: expected an integer"),

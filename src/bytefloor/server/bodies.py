@@ -22,9 +22,8 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 OTHERS = {
-    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window", "n_predict": "max_tokens",
-    "num_predict": "max_tokens", "n_probs": "top_logprobs", "xtc_threshold_probability": "xtc_threshold",
-    "typ_p": "typical_p", "dry_penalty_last_n": "dry_window",
+    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_window", "dry_penalty_last_n": "dry_window",
+    "n_predict": "max_tokens", "num_predict": "max_tokens",
 }  # fmt: skip
 """What other servers call them."""
 
@@ -206,7 +205,7 @@ def decode(data: bytes, kind: type[B]) -> B:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _about_field(error) from None
+        raise _about_field(error, kind) from None
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, ValueError) as error:
@@ -218,10 +217,10 @@ def convert(value: Any, kind: type[B], at: str) -> B:
     try:
         return msgspec.convert(value, type=kind)
     except msgspec.ValidationError as error:
-        raise _about_field(error, at) from None
+        raise _about_field(error, kind, at) from None
 
 
-def _about_field(error: msgspec.ValidationError, at: str = "") -> Refusal:
+def _about_field(error: msgspec.ValidationError, kind: type[msgspec.Struct], at: str = "") -> Refusal:
     match = _PATH.match(str(error))
     assert match is not None
     words, path = match[1], match[2] or ""
@@ -232,5 +231,6 @@ def _about_field(error: msgspec.ValidationError, at: str = "") -> Refusal:
     param = f"{path}.{named[2]}" if path else named[2]
     if named[1] == "unknown":
         ours = OTHERS.get(named[2])
-        return bad_field(param, f"{param}: no such field here{f'; it is {ours}' if ours else ''}", "unknown_field")
+        hint = f"; it is {ours}" if ours in kind.__struct_fields__ and not path else ""
+        return bad_field(param, f"{param}: no such field here{hint}", "unknown_field")
     return bad_field(param, f"{param}: the field is missing", "missing_field")
