@@ -336,7 +336,7 @@ def test_a_limit_that_no_kernel_measured_is_a_note(
         ("-m no.gguf", "no.gguf: no such file"),
         ("-n 4 kernels", "-n: stands before kernels; see bytefloor bench kernels -h"),
         ("kernels -r 0", "-r 0: expected at least 1"),
-        ("frob", "No such command 'frob'; see bytefloor bench --help"),
+        ("frob", "No such command 'frob': a model goes behind -m; see bytefloor bench --help"),
     ],
 )
 def test_wrong_arguments_are_named(args: str, message: str) -> None:
