@@ -64,9 +64,9 @@ class DeviceExecutor:
     ) -> None:
         self.step, self.plan, self.device = step, plan, torch.device(device)
         progress = progress or Silent()
-        fused = fuse_one_row(step)
         self.architecture = device_architecture(self.device)
         check_list(step)
+        fused = fuse_one_row(step)
         self.weights = PackedWeights(fused, self.device)
         launches, memory_plan = self._rehearse(fused, draft_rows, progress)
         self.memory_plan = place_table(memory_plan)
