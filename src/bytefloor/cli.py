@@ -87,6 +87,9 @@ app = typer.Typer(
 
 TokensOption = Annotated[int, typer.Option("-n", "--tokens", help="Most tokens of an answer; -1: until it ends.")]
 SeedOption = Annotated[int | None, typer.Option("-s", "--seed", help="Makes sampling repeatable; 0 is a seed.")]
+LoopOption = Annotated[
+    bool, typer.Option("--no-loop-detection", help="Gemma: go on where an answer only repeats itself.")
+]
 TemperatureOption = Annotated[float, typer.Option("--temp", help="0 takes the best token always.")]
 TopKOption = Annotated[int, typer.Option("--top-k", help="Keep the k best; 0: all.")]
 TopPOption = Annotated[float, typer.Option("--top-p", help="Keep the best until their sum reaches p; 1: all.")]
@@ -163,6 +166,7 @@ def run(
     ] = None,
     regex: Annotated[str | None, typer.Option("--regex", help="Answer what matches, from first to last.")] = None,
     no_speculation: SpeculationOption = False,
+    no_loop_detection: LoopOption = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
     kv_budget: KvBudgetOption = None,
@@ -182,7 +186,10 @@ def run(
         top_p=top_p, min_p=min_p, repetition_penalty=repeat_penalty, seed=seed, n_logprobs=logprobs,
     )  # fmt: skip
     form = read_grammar(json_schema, grammar, regex)
-    asked = RunOptions(sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form, reasoning_budget)
+    asked = RunOptions(
+        sampling, tokens, tuple(stop or ()), system, thinking, raw, json_output, form, reasoning_budget,
+        not no_loop_detection,
+    )  # fmt: skip
     raise typer.Exit(answer_once(model, text, options, asked))
 
 
@@ -201,6 +208,7 @@ def chat(
     system: SystemOption = None,
     thinking: ThinkingOption = None,
     hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show reasoning.")] = False,
+    no_loop_detection: LoopOption = False,
     weights: WeightsOption = "float32",
     kv: KvOption = None,
     kv_budget: KvBudgetOption = None,
@@ -216,7 +224,10 @@ def chat(
         context, device, weights, kv, kv_budget, temperature=temp, top_k=top_k, top_p=top_p, min_p=min_p,
         repetition_penalty=repeat_penalty, seed=seed,
     )  # fmt: skip
-    converse(model, options, ChatOptions(sampling, tokens, tuple(stop or ()), system, thinking, not hide_thinking))
+    asked = ChatOptions(
+        sampling, tokens, tuple(stop or ()), system, thinking, not hide_thinking, not no_loop_detection
+    )  # fmt: skip
+    converse(model, options, asked)
 
 
 @app.command()

@@ -139,6 +139,21 @@ def test_an_answer_that_repeats_itself_says_so(directory: Path, monkeypatch: pyt
     assert message.to_dict()["finish_detail"] == "the answer repeats itself"
 
 
+def test_an_answer_may_repeat_itself_where_it_is_asked_to(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a form, or by whoever does not want to be watched."""
+    monkeypatch.setattr(Opened, "detects_loops", True)
+    engine, _ = scripted(open_engine(directory, EngineOptions(context=64)), capacity=2048)
+    with live(engine) as running:
+        for body, detail in (
+            ({}, "the answer repeats itself"),
+            ({"detect_loops": True}, "the answer repeats itself"),
+            ({"detect_loops": False}, "max_tokens 200"),
+            ({"regex": "a+"}, "max_tokens 200"),
+        ):
+            (choice,) = running.chat(max_tokens=200, **body).json()["choices"]
+            assert (choice["finish_reason"], choice["finish_detail"]) == ("length", detail)
+
+
 def test_an_answer_that_fills_the_context(directory: Path) -> None:
     engine, executor = scripted(open_engine(directory, EngineOptions(context=64)), capacity=80)
     with live(engine) as running:

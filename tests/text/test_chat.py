@@ -209,6 +209,18 @@ def test_a_template_without_a_system_role_refuses_in_its_own_words() -> None:
         GEMMA3_CHAT.render([Message("system", "Be brief."), *HELLO])
 
 
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    """C01: most templates would leave the turn out, or write a role that nobody was trained on."""
+    said = QWEN3_CHAT.render([Message("system", "Be brief."), Message("developer", "In French."), *HELLO])
+    assert said == QWEN3_CHAT.render([Message("system", "Be brief.\n\nIn French."), *HELLO])
+    later = QWEN3_CHAT.render([*HELLO, Message("developer", "In French."), *HELLO])
+    assert later == QWEN3_CHAT.render([*HELLO, Message("system", "In French."), *HELLO])
+    knows = ChatTemplate("{# developer #}" + QWEN3_TEMPLATE, QWEN3_TOKENIZER, "qwen3")
+    assert "<|im_start|>developer\nIn French." in knows.render([Message("developer", "In French."), *HELLO])
+    with pytest.raises(RequestError, match="System role not supported"):
+        GEMMA3_CHAT.render([Message("developer", "Be brief."), *HELLO])
+
+
 def test_the_systems_text_can_be_folded_into_the_first_users_turn() -> None:
     """C01."""
     messages = [Message("system", "Be brief."), *HELLO, Message("assistant", "hi"), Message("user", "more")]

@@ -56,6 +56,41 @@ def test_bos_follows_settings_then_post_processor_then_family(
     assert found.encode("hello").count(found.bos_id if found.bos_id is not None else -1) == wanted
 
 
+SPACES = {
+    "added_tokens": [
+        {"id": 5, "content": "\u2581\u2581", "special": False, "normalized": False}
+        | {"single_word": False, "lstrip": False, "rstrip": False}
+    ],
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    "pre_tokenizer": None,
+    "decoder": {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "Fuse"},
+    ]},
+    "model": {
+        "type": "BPE", "vocab": {"<unk>": 0, "\u2581": 1, "a": 2, "b": 3, "c": 4, "\u2581\u2581": 5},
+        "merges": [["\u2581", "\u2581"]], "byte_fallback": False, "ignore_merges": False, "unk_token": "<unk>",
+    },
+}  # fmt: skip
+
+
+def test_runs_of_spaces_that_are_tokens_of_their_own_are_spaces(tmp_path: Path) -> None:
+    """As Gemma 3's vocabulary has them, which spells spaces in added tokens as it does in others."""
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, special=(), tokenizer=SPACES), {})
+    library = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("a  b", "a b", "a   b", "    c"):
+        ids = tokenizer.encode(text, add_bos=False)
+        assert ids == library.encode(text).ids
+        assert tokenizer.decode(ids) == library.decode(ids) == text
+    assert tokenizer.token_bytes(5) == b"  "
+
+
+@pytest.mark.parametrize("spec", ['{"model": {"vocab": {"a": 10000000000}, "merges": []}}', "[" * 100_000])
+def test_a_file_that_would_take_all_memory_is_refused(tmp_path: Path, spec: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(spec)
+    with pytest.raises(FileError, match=r"expected them from 0 on|nested too deeply"):
+        Tokenizer.from_directory(tmp_path, {})
+
+
 def test_end_ids_are_the_union_of_all_files_and_known_turn_enders(tmp_path: Path) -> None:
     """T07: the list in config.json adds to the tokenizer's, and replaces nothing."""
     special = ("<eos>", "<bos>", "<end_of_turn>", "<a>", "<b>", "<c>")

@@ -209,6 +209,15 @@ def test_what_is_no_grammar_is_refused(kind: str, source: str, message: str) -> 
         compile_grammar(TINY, kind, source)  # type: ignore[arg-type]
 
 
+ARITHMETIC = """root  ::= (expr "=" ws term "\\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \\t\\n]*
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "right", "wrong"),
     [
@@ -218,6 +227,12 @@ def test_what_is_no_grammar_is_refused(kind: str, source: str, message: str) -> 
         (r'root ::= "\u00e9\x41" [\u0410-\u0412\x2d\]^]', ["éAБ", "éA-", "éA]", "éA^"], ["éA", "éAГ"]),
         (r'root ::= "\"\\\n." . "/" [/]', ['"\\\n.\n//', '"\\\n.q//'], ['"\\\nx\n//', '"\\\n.//']),
         ('root ::= [^"\\\\]+', ["abc\n"], ['"', "\\"]),
+        # A rule takes no more than lets the rest of the answer follow.
+        ('root ::= a-b "\\n" c\na-b ::= [^#]+\nc ::= "A" | "B"', ["hm\nA", "a\nb\nB"], ["hm", "#\nA"]),
+        ('root ::= text "END"\ntext ::= [a-zA-Z ]*', ["hello END", "END"], ["hello"]),
+        ('root ::= "x" ws ws "y"\nws ::= [ ]+', ["x  y", "x   y"], ["x y"]),
+        ('root ::= name ", " name\nname ::= [A-Z] [a-z, ]*', ["Bob, Al"], ["Bob"]),
+        (ARITHMETIC, ["1+2=3\n", "a*(b-2)=10\nc=1\n"], ["1+2=3", "=3\n"]),
     ],
 )
 def test_gbnf_means_what_llama_cpp_says(source: str, right: list[str], wrong: list[str]) -> None:
@@ -235,6 +250,14 @@ def test_lark_may_name_special_tokens_and_embed_a_schema() -> None:
 # --- thoughts
 
 OPEN, CLOSE = (TINY.vocabulary.control[tag] for tag in ("<think>", "</think>"))
+
+
+def test_what_a_schema_says_in_words_is_no_grammar() -> None:
+    schema = {"type": "integer", "description": "units [temperature = C], or %json {like this}"}
+    grammar = compile_grammar(TINY, "lark", f"start: %json {json.dumps(schema)}")
+    assert fits(grammar, encode(TINY, "12"))
+    with pytest.raises(RequestError, match="temperature"):
+        compile_grammar(TINY, "lark", f"start: a %json {json.dumps(schema)}\na[temperature=0.5]: /a/")
 
 
 def test_a_thought_that_the_prompt_opened_is_free_and_must_be_closed() -> None:

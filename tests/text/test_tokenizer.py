@@ -148,6 +148,16 @@ def test_lists_of_unequal_length_are_refused_with_both_numbers(key: str) -> None
         Tokenizer.from_gguf(metadata)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tokens", 5), ("token_type", 5), ("merges", 5), ("eos_token_id", "x"), ("bos_token_id", []), ("pre", 5)],
+)
+def test_keys_of_a_wrong_type_are_refused(key: str, value: object) -> None:
+    metadata = byte_level(LLAMA3, bos_token_id="<|begin_of_text|>", eos_token_id="<|eot_id|>")
+    with pytest.raises((FileError, UnsupportedError), match=r"tokenizer"):
+        Tokenizer.from_gguf({**metadata, f"tokenizer.ggml.{key}": value})
+
+
 def test_lists_may_be_numpy_arrays() -> None:
     metadata = sentencepiece()
     arrays = {**metadata, "tokenizer.ggml.scores": np.array(metadata["tokenizer.ggml.scores"], np.float32)}

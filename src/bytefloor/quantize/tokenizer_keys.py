@@ -11,7 +11,7 @@ from bytefloor.errors import BytefloorError, UnsupportedError
 from bytefloor.files.gguf_writer import Typed
 from bytefloor.text.backend import KNOWN_SPLITS, split_merge
 from bytefloor.text.tokenizer import Tokenizer
-from bytefloor.text.vocabulary import Kind
+from bytefloor.text.vocabulary import SPACE, Kind
 
 _GGML = "tokenizer.ggml."
 PROBES = (
@@ -98,6 +98,11 @@ def _vocabulary(wanted: Tokenizer, n_rows: int, unknown: str | None) -> dict[str
         kinds[texts.index(unknown)] = int(Kind.UNKNOWN)  # special in a tokenizer.json, which has no kind for it
     if len(texts) > n_rows:
         raise UnsupportedError(f"the tokenizer has {len(texts)} tokens, the embedding only {n_rows} rows")
+    if not wanted.vocabulary.is_byte_level:  # runs of spaces, which GGUF files spell as they are
+        texts = [
+            text.replace(SPACE, " ") if kind == Kind.USER_DEFINED else text
+            for text, kind in zip(texts, kinds, strict=True)
+        ]
     names = [text or f"[PAD{id}]" for id, text in enumerate(texts)]
     padding = [f"[PAD{id}]" for id in range(len(texts), n_rows)]
     kinds += [int(Kind.UNUSED)] * len(padding)

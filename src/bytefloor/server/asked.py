@@ -165,7 +165,7 @@ def _request(
         sampling=sampling_params(body, n_logprobs, served),
         stops=_stops(body.stop),
         ignores_end=ignores_end,
-        detects_loops=served.detects_loops and not ignores_end,
+        detects_loops=served.detects_loops and not ignores_end and grammar is None and body.detect_loops is not False,
         shown_ids=prompt.keep_special,
         grammar=grammar,
         thinking=prompt.thinking,

@@ -70,6 +70,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
+    detect_loops: bool | None = None
     # The form of the answer, see `structured.py`.
     response_format: Any = None
     grammar: Any = None

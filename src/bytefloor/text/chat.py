@@ -203,6 +203,8 @@ class ChatTemplate:
     ) -> _Rendered:
         _check(messages)
         turns = _system_folded(messages) if fold_system else list(messages)
+        if "developer" not in self.source:
+            turns = _developers_as_system(turns)
         given = self._arranged([self._variables(message) for message in turns])
         marker = self._shield.marker(given, tools, kwargs, self.source)
         variables = {name: self._shield.broken(value, marker) for name, value in kwargs.items()}
@@ -299,6 +301,18 @@ def _system_folded(messages: Sequence[Message]) -> list[Message]:
             others[at] = replace(message, content=f"{text}\n\n{message.content}")
             return others
     return [Message("user", text), *others]
+
+
+def _developers_as_system(messages: list[Message]) -> list[Message]:
+    """For templates that know no developer: most would leave such a turn out without a word. One system message comes
+    first, and some refuse a second, so those that lead are joined."""
+    if all(message.role != "developer" for message in messages):
+        return messages
+    turns = [replace(message, role="system") if message.role == "developer" else message for message in messages]
+    n_leading = next((i for i, message in enumerate(turns) if message.role != "system"), len(turns))
+    if n_leading == 0:
+        return turns
+    return [Message("system", "\n\n".join(message.content for message in turns[:n_leading])), *turns[n_leading:]]
 
 
 def _call_variables(call: ToolCall) -> dict[str, Any]:

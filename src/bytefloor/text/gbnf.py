@@ -15,19 +15,35 @@ from bytefloor.errors import RequestError
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*|\.|[^"\[#.]+|.', re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _ANY = "[\\x00-\U0010ffff]"
+_RULE = re.compile(r"^([a-z][a-z0-9_]*):", re.MULTILINE)
+_TERMINAL = re.compile(r"^([A-Z][A-Z0-9_]*):", re.MULTILINE)
+_NAME_OR_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|[A-Za-z_][A-Za-z0-9_]*')
 _SET_OPERATION = re.compile(r"&&|--|~~")
 
 
 def to_lark(source: str) -> str:
     """A Lark grammar. RequestError for what is no GBNF or not supported.
 
-    A rule without recursion becomes a terminal, which is greedy: it takes all that it can match.
+    Rules without recursion come back as terminals, which are greedy: they take all that they can match, and what should
+    follow never may. So they are made rules again.
     """
     text = "".join(_settled(match[0]) for match in _TOKEN.finditer(source))
     try:
-        return gbnf_to_lark(text)
+        return _as_rules(gbnf_to_lark(text))
     except Exception as error:  # it raises nothing more particular
         raise RequestError(f"gbnf: {' '.join(str(error).split())}") from None
+
+
+def _as_rules(lark: str) -> str:
+    taken = set(_RULE.findall(lark))
+    names: dict[str, str] = {}
+    for name in _TERMINAL.findall(lark):
+        rule = name.lower()
+        while rule in taken:
+            rule += "_x"
+        taken.add(rule)
+        names[name] = rule
+    return _NAME_OR_LITERAL.sub(lambda match: names.get(match[0], match[0]), lark)
 
 
 def _settled(token: str) -> str:

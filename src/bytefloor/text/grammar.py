@@ -142,15 +142,17 @@ def _unforced(lark: str) -> str:
 
 def _checked_lark(source: str) -> str:
     """Refuses what Lark lets through and nobody would enforce."""
-    if found := _TEMPERATURE.search(source):
-        raise RequestError(f"lark: {found[0]}...: a rule's temperature is not supported")
-    decoder = json.JSONDecoder()
-    for embedded in _EMBEDDED.finditer(source):
+    decoder, rules, at = json.JSONDecoder(), "", 0
+    while embedded := _EMBEDDED.search(source, at):
         try:
-            schema, _ = decoder.raw_decode(source, embedded.end())
+            schema, end = decoder.raw_decode(source, embedded.end())
         except (ValueError, RecursionError) as error:
             raise RequestError(f"lark: %json at character {embedded.start()}: not JSON: {error}") from None
         check_schema(schema)
+        # What a schema's own texts say is no grammar.
+        rules, at = rules + source[at : embedded.end()], end
+    if found := _TEMPERATURE.search(rules + source[at:]):
+        raise RequestError(f"lark: {found[0]}...: a rule's temperature is not supported")
     return source
 
 

@@ -15,6 +15,8 @@ from bytefloor.text.ingredients import Ingredients, ids_in, kept_templates
 from bytefloor.text.vocabulary import Kind, Vocabulary, settled_kind
 
 _BYTE = "<0x{:02X}>"
+MOST_GAPS = 16
+"""An id may be so many times as large as there are tokens: a table is as long as the largest."""
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> Ingredients:
@@ -57,7 +59,10 @@ def _vocabulary(spec: Mapping[str, Any]) -> Vocabulary:
         )
     vocab: dict[str, int] = model["vocab"]
     added = spec.get("added_tokens") or []
-    n_tokens = max([*vocab.values(), *(token["id"] for token in added)], default=-1) + 1
+    ids = [*vocab.values(), *(token["id"] for token in added)]
+    n_tokens = max(ids, default=-1) + 1
+    if min(ids, default=0) < 0 or n_tokens > MOST_GAPS * (len(ids) + 1):
+        raise FileError(f"tokenizer.json has {len(ids)} tokens with ids up to {n_tokens - 1}: expected them from 0 on")
     texts = [""] * n_tokens
     kinds = [Kind.UNUSED] * n_tokens
     spelled_bytes = {_BYTE.format(byte) for byte in range(256)} if model.get("byte_fallback") else set()
@@ -188,6 +193,8 @@ def _json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise FileError(f"{path} is not JSON: {problem}") from problem
+    except RecursionError:
+        raise FileError(f"{path} is not JSON of a model: nested too deeply") from None
     if not isinstance(value, dict):
         raise FileError(f"{path} holds a {type(value).__name__}, expected an object")
     return value

@@ -22,6 +22,13 @@ _PRE_WITH_BOS = frozenset({"llama-bpe"})
 
 def read(metadata: Mapping[str, Any]) -> Ingredients:
     """Builds everything; metadata values are plain Python or numpy values."""
+    try:
+        return _read(metadata)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        raise FileError(f"the keys {_GGML}* are not those of a tokenizer: {problem!r}") from problem
+
+
+def _read(metadata: Mapping[str, Any]) -> Ingredients:
     model = _required(metadata, "model")
     if model not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedError(

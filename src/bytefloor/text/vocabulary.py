@@ -136,7 +136,9 @@ class Vocabulary:
         kind = self.kinds[id]
         if kind == Kind.BYTE and (match := _BYTE.fullmatch(text)):
             return bytes([int(match[1], 16)])
-        if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNUSED):
+        # Runs of spaces are tokens of their own in Gemma 3's vocabulary, which tokenizer.json spells as it does spaces.
+        is_spelled = kind == Kind.USER_DEFINED and not self.is_byte_level
+        if kind in (Kind.CONTROL, Kind.USER_DEFINED, Kind.UNUSED) and not is_spelled:
             return raw_bytes(text)
         if not self.is_byte_level:
             return raw_bytes(text.replace(SPACE, " "))

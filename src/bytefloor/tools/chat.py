@@ -41,6 +41,7 @@ class ChatOptions:
     system: str | None
     thinking: bool | None
     is_thought_shown: bool
+    detects_loops: bool = True
 
 
 class Leave(Exception):
@@ -84,7 +85,7 @@ class Conversation:
             max_tokens=count_tokens(self.options.n_tokens),
             sampling=self.options.sampling,
             stops=self.options.stops,
-            detects_loops=self.opened.detects_loops,
+            detects_loops=self.opened.detects_loops and self.options.detects_loops,
             shown_ids=prompt.keep_special,
             thinking=prompt.thinking,
         )

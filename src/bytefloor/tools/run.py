@@ -36,6 +36,7 @@ class RunOptions:
     is_json: bool
     grammar: Asked | None = None
     thinking_budget: int | None = None
+    detects_loops: bool = True
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -117,7 +118,8 @@ def make_request(legible: Legible, text: str, asked: RunOptions, n_tokens: int |
         max_tokens=n_tokens,
         sampling=asked.sampling,
         stops=asked.stops,
-        detects_loops=legible.detects_loops,
+        # What a form demands may repeat itself.
+        detects_loops=legible.detects_loops and grammar is None and asked.detects_loops,
         shown_ids=prompt.keep_special,
         grammar=grammar,
         thinking=prompt.thinking,
