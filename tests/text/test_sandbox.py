@@ -69,6 +69,57 @@ def test_a_template_cannot_run_for_ever_or_fill_the_memory(source: str) -> None:
     assert time.process_time() - start < 10
 
 
+DOUBLED = "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% set ns = namespace(x=10**64) %}{% for i in range(25) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        DOUBLED + "{{ ns.x | string | length }}",
+        DOUBLED + "{{ ns.x }}",
+        DOUBLED + "{{ ns.x | tojson }}",
+        DOUBLED + "{{ [ns.x] | join(',') }}",
+        "{{ 'a' | center(10 ** 9) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{{ '%.999999999f' % 1 }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ '{:>{w}}'.format(1, w=999999999) }}",
+        "{{ 'a'.ljust(999999999) }}",
+        "{{ 'a'.zfill(999999999) }}",
+        "{{ 'a\\t'.expandtabs(999999999) }}",
+        "{{ ('a' * 1000000) | replace('a', 'b' * 1000) }}",
+        "{{ ('a' * 1000000).replace('a', 'b' * 1000) }}",
+        "{{ ('a\\n' * 1000) | indent(1000000) }}",
+        "{{ [1, 2] | tojson(indent=100000000) }}",
+        "{{ (['a' * 1000000] * 1000) | join }}",
+        "{{ ''.join(['a' * 1000000] * 1000) }}",
+        "{{ ('a' * 100000).join([''] * 100000) }}",
+        "{{ [1] | batch(10 ** 9, 0) | list }}",
+    ],
+)
+def test_a_template_cannot_make_much_of_little(source: str) -> None:
+    start = time.process_time()
+    with pytest.raises(RequestError, match="chat template"):
+        render(source)
+    assert time.process_time() - start < 2
+
+
+def test_what_templates_really_do_with_texts_is_done() -> None:
+    assert render("{{ '%05.2f|%s|%d%%' % (1.5, 'x', 12345) }}") == "01.50|x|12345%"
+    assert render("{{ '{:>5}|{}'.format('a', 1700000000) }}") == "    a|1700000000"
+    assert (
+        render("{{ 'a,b'.split(',', 1) | join(' ') }}{{ 'a'.center(5) }}|{{ 'ab' | replace('b', 'c') }}")
+        == "a b  a  |ac"
+    )
+    assert render("{{ [1, [2, 'x']] }}{{ {'a': 1} }}{{ items | map('upper') | join('-') }}", items=["a", "b"]) == (
+        "[1, [2, 'x']]{'a': 1}A-B"
+    )
+    assert render("{{ 'a\\nb' | indent(2) }}{{ 1700000000 * 1000 }}") == "a\n  b1700000000000"
+
+
 @pytest.mark.parametrize("operator", ["~", "+"])
 def test_a_text_that_doubles_stops_at_the_limit_and_not_where_the_memory_ends(operator: str) -> None:
     doubling = f"{{% for i in range(30) %}}{{% set ns.s = ns.s {operator} ns.s %}}{{% endfor %}}"

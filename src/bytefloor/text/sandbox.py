@@ -18,14 +18,21 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from bytefloor.errors import RequestError
+from bytefloor.text.template_limits import (
+    LARGEST,
+    LIMITED,
+    MOST_LETTERS,
+    check_method,
+    check_percent,
+    check_size,
+    limited,
+)
 
 #: What one rendering may cost: a loop's round one step, a call five. A thousand messages need a few tens of thousands.
 MAX_STEPS = 1_000_000
 _CALL_STEPS = 5
 #: The longest string or list that a template may make by repeating one.
 MAX_REPEATED = 1_000_000
-#: The longest text that a template may make by joining: sixteen times the longest prompt.
-MAX_JOINED = 64_000_000
 _MAX_EXPONENT = 64
 _BUDGET = "__steps_left"
 
@@ -48,7 +55,7 @@ class _GenerationTag(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox with a budget: rounds of loops and calls cost steps."""
 
-    intercepted_binops = frozenset({"*", "**", "+"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -62,10 +69,15 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls on behalf of the template."""
         _spend(__context, _CALL_STEPS)
+        check_method(__obj, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Adds, multiplies and raises, within bounds."""
+        """Adds, multiplies, raises and formats, within bounds."""
+        if operator == "%" and isinstance(left, str):
+            check_percent(left)
+        if operator == "*" and any(isinstance(value, int) and abs(value) > LARGEST for value in (left, right)):
+            raise SecurityError("a chat template may not multiply numbers of more than 256 bits")
         if operator == "+":
             _bounded(left)
             _bounded(right)
@@ -82,8 +94,15 @@ def _filtered(expression: nodes.Node, name: str) -> nodes.Filter:
 
 
 def _bounded(value: Any) -> Any:
-    if isinstance(value, (str, list, tuple)) and len(value) > MAX_JOINED // 2:
-        raise SecurityError(f"a chat template may not make texts longer than {MAX_JOINED}")
+    if isinstance(value, (str, list, tuple)) and len(value) > MOST_LETTERS // 2:
+        raise SecurityError(f"a chat template may not make texts longer than {MOST_LETTERS}")
+    return value
+
+
+def _shown(value: Any) -> Any:
+    """What is about to be written down."""
+    if isinstance(value, (list, tuple, dict)):
+        check_size(value)
     return value
 
 
@@ -118,11 +137,16 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
 
 def _environment() -> _Environment:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        finalize=_shown,
     )
     environment.filters["counted"] = _counted
     environment.filters["bounded"] = _bounded
     environment.filters["tojson"] = _tojson
+    for name in LIMITED:
+        environment.filters[name] = limited(name, environment.filters[name])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
