@@ -21,6 +21,7 @@ from bytefloor.errors import RequestError
 from bytefloor.text.template_limits import (
     LARGEST,
     LIMITED,
+    MOST_ITEMS,
     MOST_LETTERS,
     check_method,
     check_percent,
@@ -31,8 +32,6 @@ from bytefloor.text.template_limits import (
 #: What one rendering may cost: a loop's round one step, a call five. A thousand messages need a few tens of thousands.
 MAX_STEPS = 1_000_000
 _CALL_STEPS = 5
-#: The longest string or list that a template may make by repeating one.
-MAX_REPEATED = 1_000_000
 _MAX_EXPONENT = 64
 _BUDGET = "__steps_left"
 
@@ -62,7 +61,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         for loop in tree.find_all(nodes.For):
             loop.iter = _filtered(loop.iter, "counted")
         for concat in tree.find_all(nodes.Concat):  # `~`, which is no operator to the sandbox
-            concat.nodes = [_filtered(operand, "bounded") for operand in concat.nodes]
+            concat.nodes = [_filtered(operand, "joined") for operand in concat.nodes]
         return tree
 
     # The base class's own parameter names, which keep clear of keyword arguments a template may pass.
@@ -76,16 +75,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Adds, multiplies, raises and formats, within bounds."""
         if operator == "%" and isinstance(left, str):
             check_percent(left)
+            check_size(right)
         if operator == "*" and any(isinstance(value, int) and abs(value) > LARGEST for value in (left, right)):
             raise SecurityError("a chat template may not multiply numbers of more than 256 bits")
         if operator == "+":
             _bounded(left)
             _bounded(right)
-        if operator == "**" and not (abs(right) <= _MAX_EXPONENT and abs(left) <= MAX_REPEATED):
+        if operator == "**" and not (abs(right) <= _MAX_EXPONENT and abs(left) <= MOST_ITEMS):
             raise SecurityError(f"{left} ** {right} is beyond what a chat template may compute")
         for made, count in ((left, right), (right, left)):
-            if operator == "*" and isinstance(made, (str, list, tuple)) and len(made) * count > MAX_REPEATED:
-                raise SecurityError(f"a chat template may not repeat something into more than {MAX_REPEATED} items")
+            if operator == "*" and isinstance(made, (str, list, tuple)) and len(made) * count > MOST_ITEMS:
+                raise SecurityError(f"a chat template may not repeat something into more than {MOST_ITEMS} items")
         return super().call_binop(context, operator, left, right)
 
 
@@ -104,6 +104,11 @@ def _shown(value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         check_size(value)
     return value
+
+
+def _joined(value: Any) -> Any:
+    """What is about to become part of a text."""
+    return _bounded(_shown(value))
 
 
 @jinja2.pass_context
@@ -143,7 +148,7 @@ def _environment() -> _Environment:
         finalize=_shown,
     )
     environment.filters["counted"] = _counted
-    environment.filters["bounded"] = _bounded
+    environment.filters["joined"] = _joined
     environment.filters["tojson"] = _tojson
     for name in LIMITED:
         environment.filters[name] = limited(name, environment.filters[name])

@@ -14,13 +14,18 @@ from jinja2.sandbox import SecurityError
 MOST_LETTERS = 64_000_000
 """Of a text that is joined: sixteen times the longest prompt."""
 MOST_ITEMS = 1_000_000
+"""Of a list, or letters of a text, that is made by repeating one; parts of what is written down."""
 MOST_WIDTH = 10_000
 """Of a column, an indentation, a batch."""
 LARGEST = 1 << 256
 """Factor of a product: beyond, one operation takes seconds."""
 WIDTHS = frozenset(["center", "indent", "batch", "slice", "wordwrap", "truncate", "tojson"])
-LIMITED = (*sorted(WIDTHS), "format", "replace", "join", "string")
-"""Filters that can make much of little."""
+LIMITED = (
+    *("batch", "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "pprint"),
+    *("replace", "safe", "slice", "string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode"),
+    *("urlize", "wordcount", "wordwrap", "xmlattr"),
+)
+"""Filters that write down what they are given, or more. Others are called again and again on whole conversations."""
 _PERCENT = re.compile(r"%[^%a-zA-Z]*(?:\d{5}|\*)")
 _BRACES = re.compile(r"\{[^{}]*:[^{}]*(?:\d{5}|\{)")
 
@@ -77,6 +82,7 @@ def check_method(function: Any, args: Sequence[Any], more: Mapping[str, Any]) ->
     if name in ("format", "format_map"):
         if _BRACES.search(text):
             raise SecurityError("a chat template may not format with widths of its own or above 9,999")
+        check_size([*args, *more.values()])
     elif name == "replace":
         check_replaced(text, *args)
     elif name == "join":
@@ -99,6 +105,7 @@ def limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             check_widths([*rest, *more.values()])
         if name == "format":
             check_percent(str(value))
+            check_size([*rest, *more.values()])
         elif name == "replace":
             check_replaced(str(value), *rest)
         elif name == "join":
