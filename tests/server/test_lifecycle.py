@@ -250,7 +250,7 @@ def test_a_server_that_drains_waits_for_choices_that_were_not_begun(opened: Open
 
 def test_a_stream_whose_client_does_not_read_ends_when_its_time_is_over() -> None:
     """Its socket is full and writing waits: nobody would look at the clock."""
-    sent, closed = [], []
+    sent, closed, late = [], [], []
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -264,10 +264,14 @@ def test_a_stream_whose_client_does_not_read_ends_when_its_time_is_over() -> Non
         while True:
             await write(b"more")
 
-    asyncio.run(asyncio.wait_for(EventStream(tell, lambda: closed.append(1), 0.2)({}, receive, send), 10))
+    asyncio.run(
+        asyncio.wait_for(
+            EventStream(tell, lambda: closed.append(1), 0.2, lambda: late.append(1))({}, receive, send), 10
+        )
+    )
     assert len(sent) == 4
     assert all(message.get("more_body", True) for message in sent)
-    assert closed == [1]
+    assert (closed, late) == ([1], [1])
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -228,8 +228,15 @@ class Endpoints:
         except BaseException:
             generation.close()
             raise
-        limit_s = options.timeout_s + LAST_WORDS_S
-        return EventStream(lambda write: self._stream(request, generation, answer, write), generation.close, limit_s)
+
+        def is_late() -> None:
+            self._service.metrics.failed(504)
+            request.state.facts["error"] = f"the client has not read its stream to the end in {options.timeout_s:g} s"
+
+        def tell(write: Write) -> Coroutine[Any, Any, bytes]:
+            return self._stream(request, generation, answer, write)
+
+        return EventStream(tell, generation.close, options.timeout_s + LAST_WORDS_S, is_late)
 
     def _check_room(self, n: int) -> None:
         n_open = self._service.worker.n_open

@@ -69,15 +69,20 @@ class EventStream:
     called.
 
     tell returns the last part, which goes out with the end. Where the client does not read, writing waits for it: then
-    the limit ends the response without its end, and the connection with it.
+    the limit ends the response without its end, and the connection with it, and is_late is called first.
     """
 
     def __init__(
-        self, tell: Callable[[Write], Coroutine[Any, Any, bytes]], close: Callable[[], None], limit_s: float
+        self,
+        tell: Callable[[Write], Coroutine[Any, Any, bytes]],
+        close: Callable[[], None],
+        limit_s: float,
+        is_late: Callable[[], None],
     ) -> None:
         self._tell = tell
         self._close = close
         self._limit_s = limit_s
+        self._is_late = is_late
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -85,7 +90,7 @@ class EventStream:
             async with asyncio.timeout(self._limit_s):
                 await unless_gone(receive, self._send(send))
         except TimeoutError:
-            pass
+            self._is_late()
         finally:
             self._close()
 
