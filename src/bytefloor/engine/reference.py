@@ -15,7 +15,7 @@ from bytefloor.engine.cache import CachePlan
 from bytefloor.engine.eviction import Evictions, deciding_calls
 from bytefloor.engine.memory import MemoryPlan, check_memory
 from bytefloor.engine.progress import LOADING, Progress, Silent
-from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, kept_bytes, last_uses, n_values, step_bytes
+from bytefloor.engine.scratch import BLAS_WORKSPACE_BYTES, dense_weights, kept_bytes, last_uses, n_values, step_bytes
 from bytefloor.engine.speculation import MOST_ROWS
 from bytefloor.errors import FileError
 from bytefloor.model.step import Buffer, CacheKind, OpCall, Step
@@ -108,7 +108,7 @@ class ReferenceExecutor:
 
     def weight_bytes(self) -> int:
         """Bytes of the decoded weights that are kept in memory."""
-        return sum(self._kept_bytes(weight) for weight in self._dense_weights())
+        return sum(self._kept_bytes(weight) for weight in dense_weights(self.step))
 
     def moved_bytes(self) -> int:
         """Bytes of weights that one token really reads: all that are kept."""
@@ -121,7 +121,7 @@ class ReferenceExecutor:
     def scratch_bytes(self) -> int:
         """The most that is taken beside weights and cache: while a tensor is decoded, or while a chunk runs."""
         # Float32 values are kept as they are decoded; another dtype is a second tensor.
-        narrowed = [4 * n_values(weight) for weight in self._dense_weights() if self._dtype(weight) != torch.float32]
+        narrowed = [4 * n_values(weight) for weight in dense_weights(self.step) if self._dtype(weight) != torch.float32]
         workspace = BLAS_WORKSPACE_BYTES if self.device.type == "cuda" else 0
         item_bytes = self.precision.compute.itemsize
         running = max(step_bytes(self.step, self.plan, item_bytes, n_rows) for n_rows in (None, self.most_draft_rows))
@@ -140,11 +140,6 @@ class ReferenceExecutor:
         """Whether pages are what a device would keep, bytes and bf16: coded pages are no rounded values."""
         return self.precision.rounds and self.step.storage == CODED
 
-    def _dense_weights(self) -> list[Weight]:
-        """Those that some op needs whole; a table that is only gathered from stays in the file."""
-        weights = {id(w): w for call in self.step.calls if call.op.name != "embed" for w in call.weights}
-        return list(weights.values())
-
     def _dtype(self, weight: Weight) -> torch.dtype:
         return self.precision.weights if len(weight.shape) == 2 else self.precision.compute
 
@@ -154,7 +149,7 @@ class ReferenceExecutor:
     # --- loading
 
     def _load(self, progress: Progress) -> dict[int, Any]:
-        dense = self._dense_weights()
+        dense = dense_weights(self.step)
         total = sum(weight.n_bytes for weight in dense)
         tensors: dict[int, Any] = {}
         done = 0

@@ -148,6 +148,11 @@ def band_positions(kind: CacheKind, plan: CachePlan) -> int:
     return plan.capacity if kind.window is None else min(plan.capacity, kind.window - 1 + plan.chunk)
 
 
+def dense_weights(step: Step) -> list[Weight]:
+    """Those that some op needs whole; a table that is only gathered from stays in the file."""
+    return list({id(w): w for call in step.calls if call.op.name != "embed" for w in call.weights}.values())
+
+
 def n_values(weight: Weight) -> int:
     """Numbers that a weight holds."""
     return n_elements(weight.shape, {})

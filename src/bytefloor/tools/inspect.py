@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bytefloor.engine.loading import DEVICE_ROUNDING, check_kv, choose_context
-from bytefloor.engine.scratch import n_values
+from bytefloor.engine.scratch import dense_weights, n_values
 from bytefloor.errors import BytefloorError
 from bytefloor.files.stored import Checkpoint, FormatCount, StoredTensor, count_formats
 from bytefloor.model.config import Rounding
@@ -127,8 +127,7 @@ def _cache_bytes(step: Step, context: int) -> int:
 
 def _reference_bytes(model: Model, context: int) -> int:
     step = build_step(model.config, model.weights, Rounding(cache="float32"))
-    dense = {id(weight): weight for call in step.calls if call.op.name != "embed" for weight in call.weights}
-    return 4 * sum(map(n_values, dense.values())) + _cache_bytes(step, context)
+    return 4 * sum(map(n_values, dense_weights(step))) + _cache_bytes(step, context)
 
 
 def _per_layer_bytes(model: Model | None) -> int:

@@ -15,6 +15,7 @@ from bytefloor.engine.packed import PackedWeights, matrix, padded_rows
 from bytefloor.engine.planner import Launch
 from bytefloor.engine.reference import ReferenceExecutor
 from bytefloor.engine.row_planner import RowStep
+from bytefloor.engine.scratch import dense_weights
 from bytefloor.formats.stream import StreamForm
 from bytefloor.model.decoder import assign_caches
 from bytefloor.model.families import Model
@@ -123,7 +124,7 @@ def _matrices(calls: Sequence[OpCall]) -> list[Weight]:
 
 def reference_spans(executor: ReferenceExecutor, rows: Rows) -> tuple[Span, ...]:
     """One for each call of the list."""
-    kept = {id(weight) for weight in executor._dense_weights()}
+    kept = {id(weight) for weight in dense_weights(executor.step)}
 
     def decoded_bytes(call: OpCall) -> int:
         """Weights are decoded when they are loaded, but for tables that only rows are looked up in."""
