@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from bytefloor.model import decoder
 from bytefloor.tools import bench as bench_module
 from bytefloor.tools import bench_rows
 from bytefloor.tools.bench import BenchOptions, bench
+from bytefloor.tools.bench_check import _compare
 from bytefloor.tools.bench_rows import RowWriter
 from tiny import build_tiny
 
@@ -271,6 +273,19 @@ def test_roads_that_are_all_apart_are_no_excuse(
     monkeypatch.setattr(kernel_twins.TwinKernel, "attention_rows", wrong)
     with pytest.raises(NumericalError, match="keys and values of layer 1: "):
         list(bench("synthetic:tiny/Q4_K_M", replace(OPTIONS, n_prompt=(100,))))
+
+
+def test_no_road_may_be_farther_off_than_four_times_what_roundings_explain() -> None:
+    """However far the others are from each other: few rows may be 0.12 from many, which is no measure for decoding."""
+    executor = DeviceExecutor.__new__(DeviceExecutor)
+    executor.step = SimpleNamespace(storage="bf16")  # type: ignore[assignment]
+    right, few, off = torch.eye(3)
+    found = _compare(executor, {1: right + 0.25 * off, 9: right + 0.1 * few, 72: right}, 0, 0)
+    assert found.error == pytest.approx(0.25)
+    assert (found.road, found.bound, found.is_wrong) == ("rows one by one", pytest.approx(0.12), True)
+    amplified = _compare(executor, {1: right + 0.11 * off, 9: right + 0.05 * few, 72: right}, 0, 0)
+    assert not amplified.is_wrong
+    assert _compare(executor, {1: right + 0.11 * off, 9: right + 0.001 * few, 72: right}, 0, 0).is_wrong
 
 
 def test_lengths_that_do_not_fit_are_left_out_and_nothing_left_is_refused(twins: kernel_twins.TwinDevice) -> None:

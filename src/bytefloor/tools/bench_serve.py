@@ -181,8 +181,6 @@ def _words(name: str | None, options: LoadOptions) -> list[str]:
 def _works(options: LoadOptions, n_tokens: int, context: int) -> list[_Work]:
     """The same for the engine and for the server. No two prompts begin alike, but by chance."""
     longest, least = max(options.n_prompt), _least(options)
-    if not 1 <= least <= options.n_gen:
-        raise RequestError(f"-n {least}..{options.n_gen}: expected at least 1, and no less after the dots")
     if longest + options.n_gen > context:
         raise RequestError(f"-p {longest} and -n {options.n_gen}: expected at most {context} positions together")
     random_source = random.Random(options.seed)
